@@ -35,7 +35,13 @@ from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.scheduler.counters import Counters
 from kvferry.worker.fabric.agent import AgentConfig
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, PeerAgent, Region, TransferState
+from kvferry.worker.fabric.port import (
+    DescriptorRows,
+    MemoryKind,
+    PeerAgent,
+    Region,
+    TransferState,
+)
 
 HOST, ENGINE = "127.0.0.1", "P"
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - listeners of benchmarks, at all addresses of 127.0.0.0/8
@@ -70,7 +76,9 @@ class Agent:
         """
         self.peer = self.fabric.add_peer(peer.metadata)
         here, there = (
-            DescriptorRows.from_tuples(MemoryKind.DRAM, [(at, SLOT_BYTES, 0, SLOT_BYTES, 1)])
+            DescriptorRows.from_tuples(
+                MemoryKind.DRAM, [(at, SLOT_BYTES, 0, SLOT_BYTES, 1)]
+            )
             for at in (self.address, peer.address)
         )
         local, remote = (
@@ -81,7 +89,9 @@ class Agent:
         end_s = time.perf_counter() + _TIMEOUT_S
         while self.fabric.poll(transfer) is TransferState.IN_FLIGHT:
             if time.perf_counter() > end_s:
-                raise TimeoutError(f"the first read does not end within {_TIMEOUT_S:g} s")
+                raise TimeoutError(
+                    f"the first read does not end within {_TIMEOUT_S:g} s"
+                )
             time.sleep(20e-6)
         self.fabric.release(transfer)
 
@@ -135,7 +145,9 @@ class Agents:
     def contact(self, agents: Sequence[int], port: int) -> list[float]:
         """Seconds of a first contact of each agent, all at once, each on a thread of its own."""
         with ThreadPoolExecutor(len(agents)) as pool:
-            return list(pool.map(lambda one: self._agents[one].make_contact(port), agents))
+            return list(
+                pool.map(lambda one: self._agents[one].make_contact(port), agents)
+            )
 
     def send(self, agent: int) -> None:
         """Send messages to the peer, one behind the other, until the process is killed."""
@@ -167,7 +179,9 @@ def usage() -> dict[str, float]:
     """Memory, files and processor time of this process."""
     folder = Path("/proc/self")
     return {
-        "rss_mb": int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        "rss_mb": int((folder / "statm").read_text().split()[1])
+        * os.sysconf("SC_PAGE_SIZE")
+        / 1e6,
         "files": len(os.listdir(folder / "fd")),
         "cpu_s": time.process_time(),
     }
@@ -192,7 +206,9 @@ class AgentProcess:
     def __init__(self, ucx: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
         self._channel, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, dict(ucx)), daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(theirs, dict(ucx)), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -209,7 +225,9 @@ class AgentProcess:
         try:
             return self._channel.recv()
         except (EOFError, OSError) as error:
-            raise RuntimeError("an agents' process has ended without an answer") from error
+            raise RuntimeError(
+                "an agents' process has ended without an answer"
+            ) from error
 
     def tell(self, do: str, **order: Any) -> Any:
         """Send an order and wait for its answer."""

@@ -18,12 +18,23 @@ from bench.figures import Chart, Series, shown, shown_bytes
 
 _STYLE = Path(__file__).parent / "charts.mplstyle"
 _GREYS = ("one engine", "bare NIXL", "plain copy")
-_WHOSE = {"kvferry": "#2a78d6", "NixlConnector": "#e0721f", **dict.fromkeys(_GREYS, "#8a8984")}
+_WHOSE = {
+    "kvferry": "#2a78d6",
+    "NixlConnector": "#e0721f",
+    **dict.fromkeys(_GREYS, "#8a8984"),
+}
 """Colours by the beginning of a line's name, the same in all charts; others are of the style's cycle."""
-DARK = {"#ffffff": "#12161d", "#24292f": "#e8edf4", "#5b5a57": "#98a5b6", "#e2e1dd": "#2d3644"}
+DARK = {
+    "#ffffff": "#12161d",
+    "#24292f": "#e8edf4",
+    "#5b5a57": "#98a5b6",
+    "#e2e1dd": "#2d3644",
+}
 """Of paper, title, labels and grid: what is in their place where the page or the system is dark."""
 _RULE = '[style*="{0}: {1}"]{{{0}: {2} !important}}'
-_RULES = "".join(_RULE.format(what, *pair) for pair in DARK.items() for what in ("fill", "stroke"))
+_RULES = "".join(
+    _RULE.format(what, *pair) for pair in DARK.items() for what in ("fill", "stroke")
+)
 _NO_DATE = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -34,12 +45,19 @@ def svg_of(chart: Chart) -> str:
         drawn: list[str | None] = []
         for series in chart.series:
             whose = next(
-                (colour for name, colour in _WHOSE.items() if series.name.startswith(name)), None
+                (
+                    colour
+                    for name, colour in _WHOSE.items()
+                    if series.name.startswith(name)
+                ),
+                None,
             )
             dash = ("-", "--", ":")[drawn.count(whose) % 3] if whose else "-"
             drawn.append(whose)
             label, around = (
-                series.name if series.n is None else f"{series.name} (n = {series.n:,})",
+                series.name
+                if series.n is None
+                else f"{series.name} (n = {series.n:,})",
                 _beyond(series),
             )
             axes.errorbar(
@@ -52,12 +70,20 @@ def svg_of(chart: Chart) -> str:
                 linestyle=dash,
             )
         if chart.limit is not None:
-            axes.axhline(chart.limit, color="#24292f", linestyle="--", linewidth=1.2, label="limit")
+            axes.axhline(
+                chart.limit,
+                color="#24292f",
+                linestyle="--",
+                linewidth=1.2,
+                label="limit",
+            )
         axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
         _scale(axes, chart)
         labels = axes.get_legend_handles_labels()[1]
         if len(labels) > 1:
-            figure.legend(loc="outside lower left", ncols=3 if max(map(len, labels)) < 30 else 2)
+            figure.legend(
+                loc="outside lower left", ncols=3 if max(map(len, labels)) < 30 else 2
+            )
     return written.getvalue()
 
 
@@ -88,7 +114,9 @@ def _scale(axes: Axes, chart: Chart) -> None:
         axes.set_ylim(bottom=0)
     axes.minorticks_off()
     text_of = shown_bytes if chart.x_label.startswith("bytes") else shown
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text_of(float(value))))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: text_of(float(value)))
+    )
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(float(value))))
 
 
@@ -106,4 +134,7 @@ def _beyond(series: Series) -> list[list[float]] | None:
         _numbers(series.high or series.y),
     )
     below = [max(0.0, value - least) for value, least in zip(y, low, strict=True)]
-    return [below, [max(0.0, most - value) for value, most in zip(y, high, strict=True)]]
+    return [
+        below,
+        [max(0.0, most - value) for value, most in zip(y, high, strict=True)],
+    ]

@@ -87,7 +87,11 @@ def contact_specs(setup: Setup, model: str, consumers: int) -> list[EngineSpec]:
             max_model_len=1024,
             cache_gib=2,
             transfer=Transfer(role, setup.module),
-            extra_args=("--skip-tokenizer-init", "--num-gpu-blocks-override", str(BLOCKS)),
+            extra_args=(
+                "--skip-tokenizer-init",
+                "--num-gpu-blocks-override",
+                str(BLOCKS),
+            ),
         )
 
     return [spec("producer", "0", "kv_producer")] + [
@@ -99,12 +103,16 @@ async def measure_contacts(figures: ContactFigures, consumers: int, logs: Path) 
     """Start the engines, warm up each by itself, then let each consumer make its first contact."""
     model = str(small_model(MODEL, default_cache_dir()))
     with ExitStack() as stack:
-        producer, *others = start_all(stack, contact_specs(figures.setup, model, consumers), logs)
+        producer, *others = start_all(
+            stack, contact_specs(figures.setup, model, consumers), logs
+        )
         async with Client("model", _TIMEOUT_S, always=NO_LOGPROBS) as client:
             for engine in (producer, *others):
                 alone: Ask = partial(through, client, engine.base_url, _TIMEOUT_S)
                 warm = make_cases(f"warm {engine.spec.name}", _WARM_TOKENS, _WORDS)
-                if bad := [one.error for one in await run_all(alone, warm, 1) if one.error]:
+                if bad := [
+                    one.error for one in await run_all(alone, warm, 1) if one.error
+                ]:
                     raise RuntimeError(f"{engine.spec.name}: {bad[0]}")
             for consumer in others:
                 await asyncio.sleep(QUIET_S)
@@ -142,10 +150,28 @@ def results_of(found: Mapping[str, ContactFigures], *, quick: bool) -> Results:
     for many in found.values():
         extra = [1e3 * contact.extra_s for contact in many.contacts]
         first = 1e3 * median(contact.first_s for contact in many.contacts)
-        warm = 1e3 * median(warm_s for contact in many.contacts for warm_s in contact.warm_s)
-        rows.append([many.setup.title, len(extra), first, warm, 1e3 * many.extra_s, spread(extra)])
+        warm = 1e3 * median(
+            warm_s for contact in many.contacts for warm_s in contact.warm_s
+        )
+        rows.append(
+            [
+                many.setup.title,
+                len(extra),
+                first,
+                warm,
+                1e3 * many.extra_s,
+                spread(extra),
+            ]
+        )
     ours, peer = found[KVFERRY.name], found[CALM.name]
-    columns = ("", "pairs", "first handover", "warm handover", "extra", "range of extra")
+    columns = (
+        "",
+        "pairs",
+        "first handover",
+        "warm handover",
+        "extra",
+        "range of extra",
+    )
     return Results(
         command="python -m bench.engine_contact" + " --quick" * quick,
         what=WHAT,
@@ -177,7 +203,8 @@ def results_of(found: Mapping[str, ContactFigures], *, quick: bool) -> Results:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.engine_contact", description=(__doc__ or "").split("\n")[0]
+        prog="python -m bench.engine_contact",
+        description=(__doc__ or "").split("\n")[0],
     )
     parser.add_argument(
         "--quick", action="store_true", help="one pair of engines for each connector"
@@ -187,7 +214,9 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         publish(
-            "engine_contact", run(ROOT / "logs" / "engine_contact", quick=chosen.quick), started
+            "engine_contact",
+            run(ROOT / "logs" / "engine_contact", quick=chosen.quick),
+            started,
         )
     except KeyboardInterrupt:
         print("interrupted; all servers have ended", file=sys.stderr)

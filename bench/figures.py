@@ -29,7 +29,9 @@ from rich.table import Table as Printed
 
 from bench.provenance import REPOSITORY, Checkout, checkout, circumstances
 
-RESULTS = Path(os.environ.get("KVFERRY_BENCH_RESULTS") or REPOSITORY / "bench" / "results")
+RESULTS = Path(
+    os.environ.get("KVFERRY_BENCH_RESULTS") or REPOSITORY / "bench" / "results"
+)
 _LONGEST_LINE = 400
 """Characters of a JSON list or object that stays on one line."""
 
@@ -67,10 +69,14 @@ class Series:
     def __post_init__(self) -> None:
         for given in (self.y, self.low, self.high):
             if given is not None and len(given) != len(self.x):
-                raise ValueError(f"{self.name}: {len(given)} values for {len(self.x)} places")
+                raise ValueError(
+                    f"{self.name}: {len(given)} values for {len(self.x)} places"
+                )
 
     @classmethod
-    def of_samples(cls, name: str, samples: Sequence[tuple[float, Sequence[float]]]) -> Series:
+    def of_samples(
+        cls, name: str, samples: Sequence[tuple[float, Sequence[float]]]
+    ) -> Series:
         """Median and range of the samples at each place; places without samples are left out."""
         found = [(x, values) for x, values in samples if values]
         return cls(
@@ -123,16 +129,22 @@ class Target:
     note: str = ""
 
     @classmethod
-    def at_most(cls, name: str, measured: float, limit: float, unit: str, note: str = "") -> Target:
+    def at_most(
+        cls, name: str, measured: float, limit: float, unit: str, note: str = ""
+    ) -> Target:
         """Met when `measured` <= `limit`; not met by a measurement that is no number."""
-        return cls(name, measured, limit, unit, "at most", bool(measured <= limit), note)
+        return cls(
+            name, measured, limit, unit, "at most", bool(measured <= limit), note
+        )
 
     @classmethod
     def at_least(
         cls, name: str, measured: float, limit: float, unit: str, note: str = ""
     ) -> Target:
         """Met when `measured` >= `limit`; not met by a measurement that is no number."""
-        return cls(name, measured, limit, unit, "at least", bool(measured >= limit), note)
+        return cls(
+            name, measured, limit, unit, "at least", bool(measured >= limit), note
+        )
 
 
 @dataclass(frozen=True)
@@ -162,7 +174,9 @@ def publish(name: str, results: Results, started: Checkout) -> Path:
         print(f"Not to be published: {problem}.")
     path = RESULTS / ("quick" if results.quick or problem else "") / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json_text(_rounded({**circumstances(commit), **asdict(results)})) + "\n")
+    path.write_text(
+        json_text(_rounded({**circumstances(commit), **asdict(results)})) + "\n"
+    )
     print(f"written to {path}", flush=True)
     return path
 
@@ -183,9 +197,13 @@ def print_results(results: Results) -> None:
             )
             for x in results.targets
         ]
-        tables.append(Table("Targets", ("target", "measured", "limit", "unit", "", "note"), rows))
+        tables.append(
+            Table("Targets", ("target", "measured", "limit", "unit", "", "note"), rows)
+        )
     for table in tables:
-        printed = Printed(title=escape(table.title), box=box.SIMPLE, title_justify="left")
+        printed = Printed(
+            title=escape(table.title), box=box.SIMPLE, title_justify="left"
+        )
         for index, column in enumerate(table.columns):
             numbers = all(not isinstance(row[index], str) for row in table.rows)
             printed.add_column(escape(column), justify="right" if numbers else "left")
@@ -204,7 +222,9 @@ def shown(cell: Cell, digits: int = 4) -> str:
         return "–"
     if isinstance(cell, float):
         cell = cell if abs(cell) >= 1000 else float(f"{cell:.{digits}g}")
-        return f"{cell:,.0f}" if abs(cell) >= 1000 or cell == round(cell) else f"{cell:g}"
+        return (
+            f"{cell:,.0f}" if abs(cell) >= 1000 or cell == round(cell) else f"{cell:g}"
+        )
     return f"{cell:,}" if isinstance(cell, int) else cell
 
 
@@ -218,7 +238,11 @@ def shown_bytes(number: float) -> str:
 
 def spread(samples: Sequence[float], digits: int = 3) -> str:
     """The range of some samples, as `1.2 … 3.4`; `–` for none."""
-    return f"{shown(min(samples), digits)} … {shown(max(samples), digits)}" if samples else "–"
+    return (
+        f"{shown(min(samples), digits)} … {shown(max(samples), digits)}"
+        if samples
+        else "–"
+    )
 
 
 def json_text(value: Any, indent: str = "") -> str:
@@ -228,7 +252,9 @@ def json_text(value: Any, indent: str = "") -> str:
         return line
     members = value.values() if isinstance(value, dict) else value
     nested = dict if isinstance(value, dict) else (dict, list)
-    if len(line) <= _LONGEST_LINE and not any(isinstance(member, nested) for member in members):
+    if len(line) <= _LONGEST_LINE and not any(
+        isinstance(member, nested) for member in members
+    ):
         return line
     inner = indent + "  "
     if isinstance(value, dict):
@@ -238,7 +264,11 @@ def json_text(value: Any, indent: str = "") -> str:
         ]
         return "\n".join(["{", ",\n".join(lines), f"{indent}}}"])
     return "\n".join(
-        ["[", ",\n".join(inner + json_text(member, inner) for member in members), f"{indent}]"]
+        [
+            "[",
+            ",\n".join(inner + json_text(member, inner) for member in members),
+            f"{indent}]",
+        ]
     )
 
 

@@ -80,7 +80,11 @@ SHORT_PAIRS = tuple(
 SHORT_TOKENS = (16, 64)
 """256 KiB and 1 MiB."""
 SHORT_TURNS_EACH = 10
-HANDOVER, BARE, COPY = "kvferry", "bare NIXL, the same descriptors", "plain copy of as many bytes"
+HANDOVER, BARE, COPY = (
+    "kvferry",
+    "bare NIXL, the same descriptors",
+    "plain copy of as many bytes",
+)
 WHAT = (
     "The cache of a prompt of a Llama-70B goes from a producer's process to a consumer's: from the order to the "
     "result, with both reads of the lease's slot, the check of the MAC, the relayout and the notification. Beside it, "
@@ -127,14 +131,22 @@ def scenario_of(engines: Engines, most_tokens: int, pool_bytes: int) -> Scenario
     )
 
 
-def measure(bench: Bench, engines: Engines, lengths: Sequence[int], turns: int) -> list[Measured]:
+def measure(
+    bench: Bench, engines: Engines, lengths: Sequence[int], turns: int
+) -> list[Measured]:
     """All lengths for one pair of engines."""
     scenario = scenario_of(engines, max(lengths), len(bench.target))
     with connected(bench, scenario, 64 * engines.token_bytes) as loads:
         if engines.way != "in place":
-            return [_measure(bench, engines, loads, None, tokens, turns) for tokens in lengths]
+            return [
+                _measure(bench, engines, loads, None, tokens, turns)
+                for tokens in lengths
+            ]
         with closing(BareNixl(bench.target, loads.peer)) as bare:
-            return [_measure(bench, engines, loads, bare, tokens, turns) for tokens in lengths]
+            return [
+                _measure(bench, engines, loads, bare, tokens, turns)
+                for tokens in lengths
+            ]
 
 
 def _measure(
@@ -154,7 +166,10 @@ def _measure(
     }
     if bare is not None:
         pieces = pieces_of(
-            loads.scenario, loads.peer, loads.order(NO_LEASE, num_bytes), device.index or 0
+            loads.scenario,
+            loads.peer,
+            loads.order(NO_LEASE, num_bytes),
+            device.index or 0,
         )
         reads, loop = bare.reads(pieces), bare
         calls[BARE] = lambda: timed(lambda: loop.read(reads))
@@ -162,7 +177,12 @@ def _measure(
     ms = {name: [1e3 * one for one in samples] for name, samples in seconds.items()}
     (record,) = loads.records
     return Measured(
-        engines, tokens, ms, record.descriptors, record.staged_bytes, record.mapped_bytes
+        engines,
+        tokens,
+        ms,
+        record.descriptors,
+        record.staged_bytes,
+        record.mapped_bytes,
     )
 
 
@@ -172,7 +192,9 @@ def _copy(bench: Bench, num_bytes: int) -> None:
         torch.cuda.synchronize(bench.target.device)
 
 
-def run(device_name: str, lengths: Sequence[int], turns: int, *, quick: bool) -> Results:
+def run(
+    device_name: str, lengths: Sequence[int], turns: int, *, quick: bool
+) -> Results:
     """Start the producer, measure everything."""
     pool_bytes = (
         max(lengths) * TOKEN_BYTES + 64 * LAYERS * HEADS * CELL_BYTES + MIB
@@ -180,12 +202,16 @@ def run(device_name: str, lengths: Sequence[int], turns: int, *, quick: bool) ->
     with two_processes(pool_bytes, 1, device_name) as bench:
         # Caches on a device are not mapped.
         pairs = PAIRS + MAPPED_PAIRS if device_name == "cpu" else PAIRS
-        found = [one for engines in pairs for one in measure(bench, engines, lengths, turns)]
+        found = [
+            one for engines in pairs for one in measure(bench, engines, lengths, turns)
+        ]
         short: list[Measured] = []
         if device_name == "cpu":
             for engines in SHORT_PAIRS:
                 short += measure(bench, engines, SHORT_TOKENS, SHORT_TURNS_EACH * turns)
-        return results_of(found, short, device_name, pages_of(bench.target), quick=quick)
+        return results_of(
+            found, short, device_name, pages_of(bench.target), quick=quick
+        )
 
 
 def results_of(
@@ -230,11 +256,18 @@ def results_of(
             len(one.ms[HANDOVER]),
             statistics.median(one.ms[HANDOVER]),
             spread(one.ms[HANDOVER]),
-            *(statistics.median(one.ms[name]) if name in one.ms else None for name in (BARE, COPY)),
+            *(
+                statistics.median(one.ms[name]) if name in one.ms else None
+                for name in (BARE, COPY)
+            ),
         ]
         for one in short
     ]
-    tables = [Table("Handovers", (*columns, "GB/s", "bare NIXL, GB/s", "plain copy, GB/s"), rows)]
+    tables = [
+        Table(
+            "Handovers", (*columns, "GB/s", "bare NIXL, GB/s", "plain copy, GB/s"), rows
+        )
+    ]
     if short_rows:
         short_columns = (
             "engines",
@@ -253,7 +286,11 @@ def results_of(
     series = [
         Series.of_samples(
             title,
-            [(one.tokens, one.ms.get(name, ())) for one in found if one.engines.title == engines],
+            [
+                (one.tokens, one.ms.get(name, ()))
+                for one in found
+                if one.engines.title == engines
+            ],
         )
         for title, name, engines in lines
     ]
@@ -295,7 +332,9 @@ def main() -> None:
     lengths = [1024, 8192, 32768] if chosen.device == "cuda" else [256, 1024]
     lengths, turns = ([128], 3) if chosen.quick else (lengths, 9)
     publish(
-        f"handover-{chosen.device}", run(chosen.device, lengths, turns, quick=chosen.quick), started
+        f"handover-{chosen.device}",
+        run(chosen.device, lengths, turns, quick=chosen.quick),
+        started,
     )
 
 

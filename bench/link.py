@@ -131,7 +131,11 @@ def _serve_producers(count: int, pipe: Connection) -> None:
     for host in many_hosts(count):
         port = _free_port(host)
         listener = SideChannelListener(
-            host, port, Counters(), directory=PromptDirectory(), inbox=_Arrivals(arrivals_s.put)
+            host,
+            port,
+            Counters(),
+            directory=PromptDirectory(),
+            inbox=_Arrivals(arrivals_s.put),
         )
         listener.publish(description)
         listeners.append(listener)
@@ -176,7 +180,9 @@ def first_contacts(addresses: Sequence[Producer], rounds: int) -> Exchanges:
     engine = samples.engine(workers=[samples.worker([samples.tensor()])])
     keys = [PeerKey(host, port, ENGINE_ID, BOOT) for host, port in addresses]
     for _ in range(rounds):
-        contact = FirstContact(engine, Costs(), WorkerSettings(handshake_timeout_s=TIMEOUT_S))
+        contact = FirstContact(
+            engine, Costs(), WorkerSettings(handshake_timeout_s=TIMEOUT_S)
+        )
         wake = threading.Event()
         handshakes = Handshakes(contact.begin, wake.set)
         with contextlib.closing(contact), measured.round():
@@ -236,7 +242,10 @@ def queries(addresses: Sequence[Producer], rounds: int) -> Exchanges:
         for number in range(rounds + 1):
             numbers = range(number * len(addresses), (number + 1) * len(addresses))
             commands = [
-                StartQuery(address, PromptQuery(number=of, key=f"{of}", num_tokens=5, digest=BOOT))
+                StartQuery(
+                    address,
+                    PromptQuery(number=of, key=f"{of}", num_tokens=5, digest=BOOT),
+                )
                 for address, of in zip(addresses, numbers, strict=True)
             ]
             counted = measured if number else Exchanges("", 0)
@@ -280,7 +289,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.link", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds of each")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds of each"
+    )
     chosen = parser.parse_args(arguments)
     started = begin()
     rounds = _QUICK_ROUNDS if chosen.quick else _ROUNDS

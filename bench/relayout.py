@@ -24,7 +24,15 @@ import torch
 
 from bench.figures import Chart, Results, Series, Table, Target, publish
 from bench.provenance import begin
-from bench.relayout_waves import Memory, Setup, layer_by_layer, moved_bytes, setups, shuffled, waves
+from bench.relayout_waves import (
+    Memory,
+    Setup,
+    layer_by_layer,
+    moved_bytes,
+    setups,
+    shuffled,
+    waves,
+)
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.reference import ReferenceRelayout
 from kvferry.worker.relayout.wave_table import WaveTable
@@ -86,7 +94,12 @@ def _wait(device: torch.device) -> None:
 
 
 def measure(
-    setup: Setup, layers: int, tokens: int, pool_bytes: int, device: torch.device, repeats: int
+    setup: Setup,
+    layers: int,
+    tokens: int,
+    pool_bytes: int,
+    device: torch.device,
+    repeats: int,
 ) -> Figure:
     """One row of the table.
 
@@ -94,7 +107,11 @@ def measure(
         RuntimeError: a wave took more than one launch.
     """
     on_gpu = device.type == "cuda"
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else _CPU_L2_BYTES
+    l2_bytes = (
+        torch.cuda.get_device_properties(device).L2_cache_size
+        if on_gpu
+        else _CPU_L2_BYTES
+    )
     request_blocks = setup.local.blocks(tokens)
     request_bytes = request_blocks * 2 * layers * setup.local.block_bytes
     rounds = max(1, -(-_L2_FACTOR * l2_bytes // request_bytes))
@@ -117,9 +134,14 @@ def measure(
     kernel_s = _graph_seconds(tables, memory, repeats) if on_gpu else None
 
     source = torch.zeros(moved // 2, dtype=torch.uint8, device=device)
-    copied_s = seconds_of(partial(torch.zeros_like(source).copy_, source), device, repeats)
+    copied_s = seconds_of(
+        partial(torch.zeros_like(source).copy_, source), device, repeats
+    )
     received = torch.zeros(
-        setup.remote.blocks(tokens), setup.remote.block_bytes, dtype=torch.uint8, device=device
+        setup.remote.blocks(tokens),
+        setup.remote.block_bytes,
+        dtype=torch.uint8,
+        device=device,
     )
     theirs = torch.from_numpy(shuffled(setup.remote.blocks(tokens))).to(device)
     ours = torch.from_numpy(shuffled(request_blocks)).to(device)
@@ -174,7 +196,10 @@ def _graph_seconds(tables: Sequence[WaveTable], memory: Memory, repeats: int) ->
     def all_of_them() -> None:
         for sections, programs, converts in launches:
             launch_relayout(
-                **sections, num_programs=programs, converts=converts, tile=tile_of(_TILE, converts)
+                **sections,
+                num_programs=programs,
+                converts=converts,
+                tile=tile_of(_TILE, converts),
             )
 
     all_of_them()
@@ -185,7 +210,9 @@ def _graph_seconds(tables: Sequence[WaveTable], memory: Memory, repeats: int) ->
     return seconds_of(graph.replay, device, repeats)
 
 
-def results_of(found: Sequence[Figure], device: torch.device, *, quick: bool) -> Results:
+def results_of(
+    found: Sequence[Figure], device: torch.device, *, quick: bool
+) -> Results:
     """A table and a chart; limits are promised only for a GPU."""
     on_gpu = device.type == "cuda"
     columns = (
@@ -199,14 +226,22 @@ def results_of(found: Sequence[Figure], device: torch.device, *, quick: bool) ->
         "driven, GB/s",
     )
     drawn = [one for one in found if one.pool_mib == max(one.pool_mib for one in found)]
-    least_share, least_ratio = min(one.share for one in found), min(one.ratio for one in found)
+    least_share, least_ratio = (
+        min(one.share for one in found),
+        min(one.ratio for one in found),
+    )
     return Results(
         command=f"python -m bench.relayout --device {device.type}{' --quick' * quick}",
         what=_WHAT,
         tables=(
             Table(
                 "All setups",
-                (*columns, "layer by layer, GB/s", "of the copy", "over layer by layer"),
+                (
+                    *columns,
+                    "layer by layer, GB/s",
+                    "of the copy",
+                    "over layer by layer",
+                ),
                 [[*astuple(one), one.share, one.ratio] for one in found],
             ),
         ),
@@ -226,7 +261,10 @@ def results_of(found: Sequence[Figure], device: torch.device, *, quick: bool) ->
         ),
         targets=(
             Target.at_least(
-                "the lowest share of a plain copy's bandwidth", least_share, MIN_COPY_SHARE, ""
+                "the lowest share of a plain copy's bandwidth",
+                least_share,
+                MIN_COPY_SHARE,
+                "",
             ),
             Target.at_least(
                 "the lowest ratio over layer by layer", least_ratio, MIN_PEER_RATIO, "×"
@@ -234,7 +272,9 @@ def results_of(found: Sequence[Figure], device: torch.device, *, quick: bool) ->
         )
         if on_gpu
         else (),
-        notes=("A pair is named by heads (HND) or tokens (NHD) outermost, and tokens of a block.",),
+        notes=(
+            "A pair is named by heads (HND) or tokens (NHD) outermost, and tokens of a block.",
+        ),
         quick=quick,
     )
 
@@ -245,9 +285,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda")
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        choices=("cpu", "cuda"),
     )
-    parser.add_argument("--quick", action="store_true", help="writes results/quick/relayout-….json")
+    parser.add_argument(
+        "--quick", action="store_true", help="writes results/quick/relayout-….json"
+    )
     chosen = parser.parse_args()
     started = begin()
     device = torch.device("cuda", 0) if chosen.device == "cuda" else torch.device("cpu")
@@ -268,7 +312,11 @@ def main() -> None:
             for count in tokens
         ]
         print(setup.name, flush=True)
-    publish(f"relayout-{device.type}", results_of(found, device, quick=chosen.quick), started)
+    publish(
+        f"relayout-{device.type}",
+        results_of(found, device, quick=chosen.quick),
+        started,
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.worker.relayout.shape import CopyAxis, ElementConversion, ElementType, Shape
+from kvferry.worker.relayout.shape import (
+    CopyAxis,
+    ElementConversion,
+    ElementType,
+    Shape,
+)
 from kvferry.worker.relayout.wave_table import SHAPE, Pieces, WaveTable
 
 HEADS, DIM = 8, 128
@@ -36,14 +41,22 @@ class Side:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        sizes = (HEADS, self.block_tokens) if self.order == "HND" else (self.block_tokens, HEADS)
+        sizes = (
+            (HEADS, self.block_tokens)
+            if self.order == "HND"
+            else (self.block_tokens, HEADS)
+        )
         return (*sizes, DIM)
 
     @property
     def strides(self) -> tuple[int, int]:
         """Bytes from head to head, and from token to token."""
         cell = self.cell_bytes
-        return (self.block_tokens * cell, cell) if self.order == "HND" else (cell, HEADS * cell)
+        return (
+            (self.block_tokens * cell, cell)
+            if self.order == "HND"
+            else (cell, HEADS * cell)
+        )
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -58,7 +71,9 @@ class Setup:
 
     @property
     def name(self) -> str:
-        sides = [f"{side.order} {side.block_tokens}" for side in (self.remote, self.local)]
+        sides = [
+            f"{side.order} {side.block_tokens}" for side in (self.remote, self.local)
+        ]
         return " → ".join(sides) + (", bf16 → fp8" if self.conversion else "")
 
     @property
@@ -110,7 +125,12 @@ class Memory:
 
     @classmethod
     def of(
-        cls, setup: Setup, layers: int, pool_bytes: int, cache_blocks: int, device: torch.device
+        cls,
+        setup: Setup,
+        layers: int,
+        pool_bytes: int,
+        cache_blocks: int,
+        device: torch.device,
     ) -> Memory:
         pool = torch.empty(pool_bytes, dtype=torch.uint8, device=device)
         values = pool.view(torch.bfloat16)
@@ -120,12 +140,18 @@ class Memory:
         ):  # normal numbers: random bytes would be NaNs now and then
             values[start : start + step].normal_()
         cache = torch.zeros(
-            2 * layers, cache_blocks, setup.local.block_bytes, dtype=torch.uint8, device=device
+            2 * layers,
+            cache_blocks,
+            setup.local.block_bytes,
+            dtype=torch.uint8,
+            device=device,
         )
         return cls(pool, cache)
 
 
-def waves(setup: Setup, memory: Memory, tokens: int, first_block: int = 0) -> Iterator[WaveTable]:
+def waves(
+    setup: Setup, memory: Memory, tokens: int, first_block: int = 0
+) -> Iterator[WaveTable]:
     """The tables of one request, wave after wave through the pool; its blocks lie in a random order."""
     tensors, cache_blocks = memory.cache.shape[:2]
     wave_bytes = len(memory.pool) // 8
@@ -147,7 +173,10 @@ def waves(setup: Setup, memory: Memory, tokens: int, first_block: int = 0) -> It
         units[:, 3] = at % setup.local.block_tokens // unit
         first = number % 8 * (wave_bytes // setup.remote.block_bytes)
         yield WaveTable(
-            pieces, ((0, len(units)),), units, first + np.arange(tensors) * remote_blocks
+            pieces,
+            ((0, len(units)),),
+            units,
+            first + np.arange(tensors) * remote_blocks,
         )
 
 
@@ -178,14 +207,20 @@ def layer_by_layer(
         layer = tensor.view(local.dtype).view(-1, *local.block_shape)
         blocks = source.index_select(0, theirs)
         by_token = blocks.transpose(1, 2) if remote.order == "HND" else blocks
-        if remote.block_tokens != local.block_tokens and local.order == remote.order == "HND":
+        if (
+            remote.block_tokens != local.block_tokens
+            and local.order == remote.order == "HND"
+        ):
             blocks = _resized(blocks, local.block_tokens)
         else:
             blocks = by_token.reshape(-1, local.block_tokens, HEADS, DIM)
             blocks = blocks.transpose(1, 2) if local.order == "HND" else blocks
         if setup.conversion is not None:
             blocks = blocks.to(local.dtype)
-            layer, blocks = layer.view(torch.uint8), blocks.contiguous().view(torch.uint8)
+            layer, blocks = (
+                layer.view(torch.uint8),
+                blocks.contiguous().view(torch.uint8),
+            )
         layer.index_copy_(0, ours, blocks)
 
 

@@ -73,7 +73,9 @@ class Measured:
         """In a sentence."""
         of = self.machine
         gpu = f", {of['gpu']}" if of.get("gpu") else ""
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        versions = ", ".join(
+            f"{name} {version}" for name, version in self.versions.items()
+        )
         return (
             f"Measured {self.date} at commit `{self.commit}` on {of['processor']}, {of['cores']} cores, "
             f"{of['memory_gb']} GB{gpu}, {of['system']}, load {of.get('load_at_start', '–')} before and "
@@ -122,7 +124,11 @@ def rendered(results: Path) -> dict[str, str]:
         NotPublishable: see `read_all`.
     """
     found = read_all(results)
-    lines = [_HEAD, *_summary(found), *(line for one in found for line in _chapter(one))]
+    lines = [
+        _HEAD,
+        *_summary(found),
+        *(line for one in found for line in _chapter(one)),
+    ]
     files = {"performance.md": "\n".join(lines).rstrip() + "\n"}
     for one in found:
         for number, chart in enumerate(one.results.charts, 1):
@@ -156,7 +162,12 @@ def _read(path: Path) -> Measured:
             what=given["what"],
             tables=tuple(Table(**one) for one in given["tables"]),
             charts=tuple(
-                Chart(**{**one, "series": tuple(Series(**series) for series in one["series"])})
+                Chart(
+                    **{
+                        **one,
+                        "series": tuple(Series(**series) for series in one["series"]),
+                    }
+                )
                 for one in given["charts"]
                 if any(y is not None for series in one["series"] for y in series["y"])
             ),
@@ -164,7 +175,12 @@ def _read(path: Path) -> Measured:
             notes=tuple(given["notes"]),
         )
         return Measured(
-            path.stem, results, given["date"], given["commit"], given["machine"], given["versions"]
+            path.stem,
+            results,
+            given["date"],
+            given["commit"],
+            given["machine"],
+            given["versions"],
         )
     except (KeyError, TypeError, ValueError) as error:
         raise NotPublishable(
@@ -182,7 +198,10 @@ def _summary(found: Sequence[Measured]) -> list[str]:
         ((one, target) for one in found for target in one.results.targets),
         key=lambda pair: pair[1].met,
     )
-    lines = [f"{sum(target.met for _, target in targets)} of {len(targets)} targets are met:", ""]
+    lines = [
+        f"{sum(target.met for _, target in targets)} of {len(targets)} targets are met:",
+        "",
+    ]
     rows = [
         [
             "met" if target.met else "**missed**",
@@ -195,7 +214,9 @@ def _summary(found: Sequence[Measured]) -> list[str]:
     ]
     lines += [*_markdown(["", "target", "measured", "limit", "note"], rows), ""]
     published = {_benchmark(one.name) for one in found}
-    commands = [f"`{command}`" for name, command in COMMANDS.items() if name not in published]
+    commands = [
+        f"`{command}`" for name, command in COMMANDS.items() if name not in published
+    ]
     if commands:
         lines += [
             "No run of a commit of this repository is published of",
@@ -207,8 +228,17 @@ def _summary(found: Sequence[Measured]) -> list[str]:
 
 def _chapter(one: Measured) -> list[str]:
     results = one.results
-    source = f"`{results.command}` → [{one.name}.json](../bench/results/{one.name}.json)."
-    lines = [f"## {one.name}", "", results.what, "", f"{source} {one.circumstances}", ""]
+    source = (
+        f"`{results.command}` → [{one.name}.json](../bench/results/{one.name}.json)."
+    )
+    lines = [
+        f"## {one.name}",
+        "",
+        results.what,
+        "",
+        f"{source} {one.circumstances}",
+        "",
+    ]
     for number, chart in enumerate(results.charts, 1):
         lines += [f"![{_plain(chart.title)}](figures/{one.name}-{number}.svg)", ""]
     for table in results.tables[:1]:
@@ -236,7 +266,10 @@ def main() -> int:
         "--results", type=Path, default=RESULTS, help="the folder of the JSON files"
     )
     parser.add_argument(
-        "--into", type=Path, default=DOCS, help="the folder of performance.md and figures/"
+        "--into",
+        type=Path,
+        default=DOCS,
+        help="the folder of performance.md and figures/",
     )
     chosen = parser.parse_args()
     try:
@@ -246,7 +279,10 @@ def main() -> int:
         print(refused, file=sys.stderr)
         return 1
     if not_checked:
-        print(f"git cannot check the commits of {', '.join(not_checked)} here", file=sys.stderr)
+        print(
+            f"git cannot check the commits of {', '.join(not_checked)} here",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -48,10 +48,15 @@ class Share:
     files: float
 
     @classmethod
-    def between(cls, before: Mapping[str, float], after: Mapping[str, float], count: int) -> Share:
+    def between(
+        cls, before: Mapping[str, float], after: Mapping[str, float], count: int
+    ) -> Share:
         """The slope between two looks at a process, `count` peers apart; noise of memory is no gain."""
         return cls(
-            *(max(0.0, (after[name] - before[name]) / count) for name in ("rss_mb", "files"))
+            *(
+                max(0.0, (after[name] - before[name]) / count)
+                for name in ("rss_mb", "files")
+            )
         )
 
 
@@ -111,7 +116,10 @@ def make_contact(transports: str, agents: int, processes: int) -> Connected:
 
 def make_contact_many(transports: str, producers: int) -> Share:
     """Cost of each producer for the one agent that reads from all of them."""
-    owners, reader = AgentProcess(_TRANSPORTS[transports]), AgentProcess(_TRANSPORTS[transports])
+    owners, reader = (
+        AgentProcess(_TRANSPORTS[transports]),
+        AgentProcess(_TRANSPORTS[transports]),
+    )
     try:
         first, *others = owners.tell("make", count=producers + 1, num_bytes=_MEMORY)
         reader.tell("make", count=1, num_bytes=_MEMORY)
@@ -150,7 +158,8 @@ def renew(producers: int, seconds: float) -> tuple[Share, Share, float]:
         renewer.close()
         producer.close()
     consumer, listener = (
-        Share.between(first, last, producers) for first, last in zip(before, after, strict=True)
+        Share.between(first, last, producers)
+        for first, last in zip(before, after, strict=True)
     )
     return consumer, listener, rate * _SHORT_LEASE_S / _LEASE_S
 
@@ -178,19 +187,32 @@ def results_of(
                 "Handshakes at once, and what each peer costs",
                 columns,
                 [
-                    [x.transports, x.how, x.agents, *x.ms, *astuple(x.owner), *astuple(x.reader)]
+                    [
+                        x.transports,
+                        x.how,
+                        x.agents,
+                        *x.ms,
+                        *astuple(x.owner),
+                        *astuple(x.reader),
+                    ]
                     for x in found
                 ],
             ),
             Table(
                 "One agent, for each producer that it reads from",
                 ("transports", *_SHARES),
-                [[transports, *astuple(share)] for transports, share in readers.items()],
+                [
+                    [transports, *astuple(share)]
+                    for transports, share in readers.items()
+                ],
             ),
             Table(
                 "A consumer's scheduler, for each producer that it waits for",
                 ("side", *_SHARES, "renewals a second at a lease of 30 s"),
-                [["consumer", *astuple(consumer), rate], ["producer", *astuple(producer), None]],
+                [
+                    ["consumer", *astuple(consumer), rate],
+                    ["producer", *astuple(producer), None],
+                ],
             ),
         ],
         charts=[
@@ -201,7 +223,10 @@ def results_of(
                 [
                     Series.of_samples(
                         name,
-                        [(one.agents, [1e3 * second for second in one.seconds]) for one in runs],
+                        [
+                            (one.agents, [1e3 * second for second in one.seconds])
+                            for one in runs
+                        ],
                     )
                     for name, runs in lines.items()
                 ],
@@ -226,7 +251,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer agents")
     quick = parser.parse_args().quick
     started = begin()
-    runs = [("one host", count, 1) for count in ((1, 16) if quick else (1, 2, 4, 8, 16, 32, 64))]
+    runs = [
+        ("one host", count, 1)
+        for count in ((1, 16) if quick else (1, 2, 4, 8, 16, 32, 64))
+    ]
     runs += [("one host", count, count) for count in ((4,) if quick else (4, 16, 64))]
     runs += [("TCP", count, 1) for count in ((8,) if quick else (1, 8, 64))]
     found = []
@@ -234,7 +262,8 @@ def main() -> None:
         print(f"{transports}, {count} agents in {processes} processes", flush=True)
         found.append(make_contact(transports, count, processes))
     readers = {
-        transports: make_contact_many(transports, 8 if quick else 64) for transports in _TRANSPORTS
+        transports: make_contact_many(transports, 8 if quick else 64)
+        for transports in _TRANSPORTS
     }
     renewals = renew(64 if quick else 256, 2.0 if quick else 6.0)
     publish("scale", results_of(found, readers, renewals, quick=quick), started)

@@ -43,7 +43,10 @@ WHAT = (
 )
 ENGINES = {
     "cpu": ("Two vLLM engines on one core each, SmolLM2-135M in float32", "core"),
-    "cuda": ("Two vLLM engines on a GPU each, or both on one, SmolLM2-135M in bfloat16", "GPU"),
+    "cuda": (
+        "Two vLLM engines on a GPU each, or both on one, SmolLM2-135M in bfloat16",
+        "GPU",
+    ),
 }
 
 
@@ -57,7 +60,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--device", default="cpu", choices=("cpu", "cuda"), help="where the engines run"
     )
-    parser.add_argument("setups", nargs="*", help=f"with --quick: some of {', '.join(names)}")
+    parser.add_argument(
+        "setups", nargs="*", help=f"with --quick: some of {', '.join(names)}"
+    )
     chosen = parser.parse_args(arguments)
     if set(chosen.setups) - set(names) or (chosen.setups and not chosen.quick):
         parser.error(f"setups: with --quick, of {', '.join(names)}")
@@ -65,7 +70,9 @@ def main(arguments: Sequence[str]) -> int:
     started = begin()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        results = run(compared, ROOT / "logs" / "serve", quick=chosen.quick, device=chosen.device)
+        results = run(
+            compared, ROOT / "logs" / "serve", quick=chosen.quick, device=chosen.device
+        )
     except KeyboardInterrupt:
         print("interrupted; all servers have ended", file=sys.stderr)
         return 130
@@ -73,7 +80,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def run(compared: Sequence[Setup], logs: Path, *, quick: bool, device: str = "cpu") -> Results:
+def run(
+    compared: Sequence[Setup], logs: Path, *, quick: bool, device: str = "cpu"
+) -> Results:
     """Measure these setups, in turn."""
     amounts = QUICK if quick else FULL
     model = prepare(DEFAULT_MODEL, default_cache_dir(), print)
@@ -88,7 +97,9 @@ def run(compared: Sequence[Setup], logs: Path, *, quick: bool, device: str = "cp
                 )
             except Exception as error:  # noqa: BLE001 - only its own figures are lost; the notes say why
                 figures.error = short(error)
-        asyncio.run(_measure([(setups[name], one) for name, one in running.items()], amounts))
+        asyncio.run(
+            _measure([(setups[name], one) for name, one in running.items()], amounts)
+        )
     return Results(
         command="python -m bench.serve"
         + " --quick" * quick
@@ -102,10 +113,16 @@ def run(compared: Sequence[Setup], logs: Path, *, quick: bool, device: str = "cp
     )
 
 
-async def _measure(compared: Sequence[tuple[SetupFigures, Running]], amounts: Amounts) -> None:
+async def _measure(
+    compared: Sequence[tuple[SetupFigures, Running]], amounts: Amounts
+) -> None:
     async with Client("model", amounts.timeout_s, always=NO_LOGPROBS) as client:
         await measure(
-            [Lane(figures, one, client, amounts.timeout_s) for figures, one in compared], amounts
+            [
+                Lane(figures, one, client, amounts.timeout_s)
+                for figures, one in compared
+            ],
+            amounts,
         )
 
 

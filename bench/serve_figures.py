@@ -62,7 +62,9 @@ class Batch:
 
     def of(self, prompt_tokens: int) -> Batch:
         """Those of one length."""
-        return Batch(timings=[one for one in self.timings if one.prompt_tokens == prompt_tokens])
+        return Batch(
+            timings=[one for one in self.timings if one.prompt_tokens == prompt_tokens]
+        )
 
     def handover_s(self, share: float = 0.5) -> float:
         """A percentile of the handover."""

@@ -45,13 +45,19 @@ class Timing:
     @property
     def handover_s(self) -> float:
         """From the producer's answer to the first token out of the decoder."""
-        return self.first_s - self.prefill_s if self.prefill_s is not None else float("nan")
+        return (
+            self.first_s - self.prefill_s
+            if self.prefill_s is not None
+            else float("nan")
+        )
 
 
 Ask = Callable[[Case], Awaitable[Timing]]
 
 
-def make_cases(name: str, lengths: Sequence[int], vocabulary: range = VOCABULARY) -> list[Case]:
+def make_cases(
+    name: str, lengths: Sequence[int], vocabulary: range = VOCABULARY
+) -> list[Case]:
     """One streamed request per length; the same for the same name."""
     chooser = random.Random(name)
     return [
@@ -70,13 +76,21 @@ def spread(lengths: Sequence[int], weights: Sequence[int], count: int) -> list[i
 
     Example: `spread((1, 2), (3, 1), 8)` has six ones and two twos.
     """
-    some = [length for length, weight in zip(lengths, weights, strict=True) for _ in range(weight)]
+    some = [
+        length
+        for length, weight in zip(lengths, weights, strict=True)
+        for _ in range(weight)
+    ]
     random.Random(1).shuffle(some)
     return list(itertools.islice(itertools.cycle(some), count))
 
 
 async def through(
-    client: Client, url: str, timeout_s: float, case: Case, answers: Answers | None = None
+    client: Client,
+    url: str,
+    timeout_s: float,
+    case: Case,
+    answers: Answers | None = None,
 ) -> Timing:
     """One request to a router or a single engine.
 
@@ -89,7 +103,8 @@ async def through(
         answer = await client.ask(url, case)
         ready_s = answers.ready_s(answer.answer_id) if answers is not None else None
         return replace(
-            _timing(case, answer), prefill_s=ready_s - started_s if ready_s is not None else None
+            _timing(case, answer),
+            prefill_s=ready_s - started_s if ready_s is not None else None,
         )
 
     return await _bounded(ask(), case, timeout_s)
@@ -106,7 +121,9 @@ async def hand_over(
         prefill_s = time.monotonic() - started_s
         if not params:
             return Timing(len(case.prompt), error="the producer gave no params")
-        timing = _timing(case, await client.ask(decode_url, case, kv_transfer_params=params))
+        timing = _timing(
+            case, await client.ask(decode_url, case, kv_transfer_params=params)
+        )
         return replace(timing, prefill_s=prefill_s, first_s=prefill_s + timing.first_s)
 
     return await _bounded(ask(), case, timeout_s)

@@ -56,7 +56,9 @@ class Lane:
     turns: int = 0
     failed: int = 0
 
-    async def turn(self, name: str, lengths: Sequence[int], at_once: int, batch: Batch) -> None:
+    async def turn(
+        self, name: str, lengths: Sequence[int], at_once: int, batch: Batch
+    ) -> None:
         """Ask for prompts of these lengths while no other setup runs."""
         running, self.turns = self.running, self.turns + 1
         ask: Ask = partial(
@@ -81,13 +83,18 @@ async def measure(lanes: Sequence[Lane], amounts: Amounts) -> None:
         prompts = amounts.prompts[at_once]
         lengths = spread(LENGTHS, WEIGHTS, turns * prompts)
         taking = [
-            lane for lane in lanes if at_once < SATURATING or lane.figures.setup in (KVFERRY, OFF)
+            lane
+            for lane in lanes
+            if at_once < SATURATING or lane.figures.setup in (KVFERRY, OFF)
         ]
         for number in range(turns):
             first = number % max(1, len(taking))  # another one each time
             for lane in (*taking[first:], *taking[:first]):
                 if not lane.figures.error:
-                    name, own = f"{at_once} at once {number}", lengths[number * prompts :][:prompts]
+                    name, own = (
+                        f"{at_once} at once {number}",
+                        lengths[number * prompts :][:prompts],
+                    )
                     await lane.turn(name, own, at_once, lane.figures.batches[at_once])
     print("idle", flush=True)
     for lane in lanes:
@@ -102,7 +109,9 @@ async def _watch(lane: Lane, seconds: float) -> None:
         time.sleep(_SETTLE_S)
         figures.idle = cores_used(running.engines, seconds)
         if running.producer is not running.consumer:
-            await lane.client.prefill(running.producer.base_url, make_cases("lease", (512,))[0])
+            await lane.client.prefill(
+                running.producer.base_url, make_cases("lease", (512,))[0]
+            )
             time.sleep(_SETTLE_S)
             (figures.leased,) = cores_used([running.producer], seconds)
 
@@ -119,4 +128,8 @@ def cores_used(engines: Sequence[Engine], seconds: float) -> list[float]:
 
 def _processor_s(engine: Engine) -> float:
     first = psutil.Process(engine.pid)
-    return float(sum(sum(one.cpu_times()[:2]) for one in (first, *first.children(recursive=True))))
+    return float(
+        sum(
+            sum(one.cpu_times()[:2]) for one in (first, *first.children(recursive=True))
+        )
+    )

@@ -6,7 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 
 from bench.figures import Cell, Chart, Series, Table, Target, spread
-from bench.serve_figures import CROWD, NAN, SATURATING, Batch, SetupFigures, by_length, median
+from bench.serve_figures import (
+    CROWD,
+    NAN,
+    SATURATING,
+    Batch,
+    SetupFigures,
+    by_length,
+    median,
+)
 from bench.serve_setups import CALM, KVFERRY, OFF, SINGLE
 
 By = Mapping[str, SetupFigures]
@@ -39,7 +47,11 @@ def charts(setups: By) -> tuple[Chart, ...]:
         for title, series in (
             (
                 "Handover",
-                [_series(one, "handover_s") for name, one in setups.items() if name != SINGLE.name],
+                [
+                    _series(one, "handover_s")
+                    for name, one in setups.items()
+                    if name != SINGLE.name
+                ],
             ),
             ("First token", [_series(one, "first_s") for one in setups.values()]),
         )
@@ -59,12 +71,16 @@ def targets(setups: By) -> tuple[Target, ...]:
             HANDOVER_LIMIT_MS,
             "ms",
             _beside(
-                off.batches[1].of(length).above_step_s(), peer.batches[1].of(length).above_step_s()
+                off.batches[1].of(length).above_step_s(),
+                peer.batches[1].of(length).above_step_s(),
             ),
         )
         for length in by_length(ours.batches[1])
     ]
-    added_s = [above_single_s(one.batches[1], single.batches[1], 128) for one in (ours, off, peer)]
+    added_s = [
+        above_single_s(one.batches[1], single.batches[1], 128)
+        for one in (ours, off, peer)
+    ]
     crowded_s = [one.batches[CROWD].above_step_s() for one in (ours, off, peer)]
     found += [
         Target.at_most(
@@ -86,7 +102,9 @@ def targets(setups: By) -> tuple[Target, ...]:
             median(
                 mine / theirs
                 for mine, theirs in zip(
-                    ours.batches[SATURATING].rates, off.batches[SATURATING].rates, strict=False
+                    ours.batches[SATURATING].rates,
+                    off.batches[SATURATING].rates,
+                    strict=False,
                 )
             ),
             RATE_LIMIT,
@@ -99,14 +117,20 @@ def targets(setups: By) -> tuple[Target, ...]:
             IDLE_LIMIT,
             "cores",
         ),
-        Target.at_most("producer with one lease held", ours.leased, LEASE_LIMIT, "cores"),
+        Target.at_most(
+            "producer with one lease held", ours.leased, LEASE_LIMIT, "cores"
+        ),
     ]
     return tuple(found)
 
 
 def above_single_s(pair: Batch, single: Batch, length: int) -> float:
     """How much later the first token of prompts of a length comes than the single engine's; without a decode step."""
-    return pair.of(length).first_s() - pair.of(length).decode_step_s - single.of(length).first_s()
+    return (
+        pair.of(length).first_s()
+        - pair.of(length).decode_step_s
+        - single.of(length).first_s()
+    )
 
 
 def notes(setups: By, device: str = "cpu") -> tuple[str, ...]:
@@ -138,7 +162,10 @@ def _beside(off_s: float, peer_s: float) -> str:
 
 def _series(one: SetupFigures, what: str) -> Series:
     times = [
-        (length, [1e3 * getattr(timing, what) for timing in one.batches[1].of(length).good])
+        (
+            length,
+            [1e3 * getattr(timing, what) for timing in one.batches[1].of(length).good],
+        )
         for length in by_length(one.batches[1])
     ]
     return Series.of_samples(one.setup.title, times)
@@ -149,7 +176,9 @@ def _ms(seconds: float) -> Cell:
 
 
 def _alone(setups: By) -> Table:
-    lengths = sorted({length for one in setups.values() for length in by_length(one.batches[1])})
+    lengths = sorted(
+        {length for one in setups.values() for length in by_length(one.batches[1])}
+    )
     rows: list[Sequence[Cell]] = []
     for one in setups.values():
         batches = [one.batches[1].of(length) for length in lengths]
@@ -163,7 +192,11 @@ def _alone(setups: By) -> Table:
                 *map(_ms, [one.batches[1].decode_step_s, *figures_s]),
             ]
         )
-    columns = [f"{what}, {length:,}" for what in ("first token", "handover") for length in lengths]
+    columns = [
+        f"{what}, {length:,}"
+        for what in ("first token", "handover")
+        for length in lengths
+    ]
     title = "1 at a time, by tokens of the prompt; handover, less a step, from the producer's HTTP answer: ms, medians"
     return Table(title, ("", "answered", "decode step", *columns), rows)
 
@@ -174,7 +207,10 @@ def _at_once(setups: By) -> Table:
             one.setup.title,
             at_once,
             len(batch.good),
-            *map(_ms, (batch.decode_step_s, batch.above_step_s(), batch.above_step_s(0.99))),
+            *map(
+                _ms,
+                (batch.decode_step_s, batch.above_step_s(), batch.above_step_s(0.99)),
+            ),
             *(_ms(batch.first_s(share)) for share in (0.5, 0.99)),
             median(batch.rates),
             spread(batch.rates),
@@ -193,7 +229,9 @@ def _at_once(setups: By) -> Table:
         "first token, p50",
         "p99",
     )
-    return Table("Several at once: ms", (*columns, "requests/s", "range of turns"), rows)
+    return Table(
+        "Several at once: ms", (*columns, "requests/s", "range of turns"), rows
+    )
 
 
 def _cores(setups: By) -> Table:

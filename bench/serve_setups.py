@@ -40,9 +40,14 @@ class Setup:
 
 SINGLE = Setup("single", "one engine, no connector")
 KVFERRY = Setup(
-    "kvferry", "kvferry, read during the prefill", "kvferry.connector", {"streaming": "auto"}
+    "kvferry",
+    "kvferry, read during the prefill",
+    "kvferry.connector",
+    {"streaming": "auto"},
 )
-OFF = Setup("off", "kvferry, read after the prefill", "kvferry.connector", {"streaming": "off"})
+OFF = Setup(
+    "off", "kvferry, read after the prefill", "kvferry.connector", {"streaming": "off"}
+)
 CALM = Setup("calm", "NixlConnector", "bench.stock_calm")
 SETUPS = (SINGLE, KVFERRY, OFF, CALM)
 
@@ -62,7 +67,9 @@ class Running:
     def engines(self) -> tuple[Engine, ...]:
         """Each engine once."""
         return (
-            (self.producer,) if self.producer is self.consumer else (self.producer, self.consumer)
+            (self.producer,)
+            if self.producer is self.consumer
+            else (self.producer, self.consumer)
         )
 
     @contextmanager
@@ -81,11 +88,15 @@ class Running:
                 os.killpg(server.pid, number)
 
 
-def specs_of(setup: Setup, model: str, logs: Path, device: str = "cpu") -> tuple[EngineSpec, ...]:
+def specs_of(
+    setup: Setup, model: str, logs: Path, device: str = "cpu"
+) -> tuple[EngineSpec, ...]:
     """One core, or GPU, for every engine, the single one included: the one that the decoder has in the others. With
     one GPU, or CUDA_VISIBLE_DEVICES=0,0, all share it."""
     here, there = (
-        hand_out_gpus((1, 1), visible_gpus(os.environ)) if device == "cuda" else (("0",), ("1",))
+        hand_out_gpus((1, 1), visible_gpus(os.environ))
+        if device == "cuda"
+        else (("0",), ("1",))
     )
     if not setup.module:
         return (_spec(setup, "engine", model, there, logs, device),)
@@ -95,18 +106,28 @@ def specs_of(setup: Setup, model: str, logs: Path, device: str = "cpu") -> tuple
 
 
 def _spec(
-    setup: Setup, role: str, model: str, devices: tuple[str, ...], logs: Path, device: str
+    setup: Setup,
+    role: str,
+    model: str,
+    devices: tuple[str, ...],
+    logs: Path,
+    device: str,
 ) -> EngineSpec:
     environment = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": _SEVERAL_TURNS_S}
     # Blocks of 128 tokens. On a GPU they have 16; vLLM's look at its free memory fails where engines start together.
     on_gpu = device == "cuda"
     arguments = (
-        ["--kv-cache-memory-bytes", str(1 << 30)] if on_gpu else ["--num-gpu-blocks-override", "96"]
+        ["--kv-cache-memory-bytes", str(1 << 30)]
+        if on_gpu
+        else ["--num-gpu-blocks-override", "96"]
     )
     if role != "consumer":
         arguments += ["--max-num-batched-tokens", str(CHUNK)]
     if role == "producer":
-        arguments += ["--middleware", f"{AnswerClock.__module__}.{AnswerClock.__name__}"]
+        arguments += [
+            "--middleware",
+            f"{AnswerClock.__module__}.{AnswerClock.__name__}",
+        ]
         environment[FILE_VARIABLE] = str(answers_file(setup, logs))
     options = dict(setup.options) and {
         **setup.options,
@@ -143,16 +164,24 @@ def started(
         producer, consumer = engines[0], engines[-1]
         servers: list[Server] = [*engines]
         if producer is not consumer:
-            router = Router([producer.base_url], [consumer.base_url], logs / setup.name, timeout_s)
+            router = Router(
+                [producer.base_url], [consumer.base_url], logs / setup.name, timeout_s
+            )
             servers.append(stack.enter_context(router))
             router.wait_ready(60)
-        running = Running(producer, consumer, servers[-1].base_url, tuple(servers), answers)
-        stack.callback(running.signal, signal.SIGCONT)  # a stopped process does not obey SIGTERM
+        running = Running(
+            producer, consumer, servers[-1].base_url, tuple(servers), answers
+        )
+        stack.callback(
+            running.signal, signal.SIGCONT
+        )  # a stopped process does not obey SIGTERM
         running.signal(signal.SIGSTOP)
         yield running
 
 
-def start_all(stack: ExitStack, specs: Sequence[EngineSpec], logs: Path) -> list[Engine]:
+def start_all(
+    stack: ExitStack, specs: Sequence[EngineSpec], logs: Path
+) -> list[Engine]:
     """Start engines together, to be ended with the stack, and wait until all are ready."""
     engines = [stack.enter_context(Engine(spec, logs)) for spec in specs]
     for engine in engines:

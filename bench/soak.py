@@ -45,7 +45,9 @@ def soak(
     mapped: float = MAPPED,
 ) -> dict[str, Any]:
     """Run it and return its figures; `violations` is what must be empty."""
-    logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # faults are logged line by line
+    logging.getLogger("kvferry").setLevel(
+        logging.CRITICAL
+    )  # faults are logged line by line
     torch.set_num_threads(
         1
     )  # tensors are tiny, and every transfer thread would have a team of its own
@@ -64,7 +66,9 @@ def soak(
     added = {name: fleet.gauges.added(name) for name in GAUGES}
     counts, samples = fleet.counts, fleet.gauges.samples
     by_fault: dict[str, dict[str, int]] = {fault.value: {} for fault in Fault}
-    for (fault, outcome), amount in sorted(counts.by_fault.items(), key=lambda one: -one[1]):
+    for (fault, outcome), amount in sorted(
+        counts.by_fault.items(), key=lambda one: -one[1]
+    ):
         by_fault[fault.value][outcome] = amount
     return {
         "seed": seed,
@@ -105,28 +109,40 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--requests", type=int, help="how many; default 50000, unless --minutes is given"
+        "--requests",
+        type=int,
+        help="how many; default 50000, unless --minutes is given",
     )
     parser.add_argument("--minutes", type=float, help="how long, instead")
     parser.add_argument(
-        "--faults", type=float, default=0.05, help="the fraction of requests with a fault"
+        "--faults",
+        type=float,
+        default=0.05,
+        help="the fraction of requests with a fault",
     )
     parser.add_argument(
         "--streamed", type=float, default=STREAMED, help="the fraction that is streamed"
     )
     parser.add_argument(
-        "--mapped", type=float, default=MAPPED, help="the fraction of consumers that map producers"
+        "--mapped",
+        type=float,
+        default=MAPPED,
+        help="the fraction of consumers that map producers",
     )
     parser.add_argument("--seed", type=int, help="default: a new one, which is printed")
     arguments = parser.parse_args()
     started = begin()
     requests = (
-        50_000 if arguments.requests is None and arguments.minutes is None else arguments.requests
+        50_000
+        if arguments.requests is None and arguments.minutes is None
+        else arguments.requests
     )
     seed = secrets.randbelow(10**6) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
-    figures = soak(requests, seconds, arguments.faults, seed, arguments.streamed, arguments.mapped)
+    figures = soak(
+        requests, seconds, arguments.faults, seed, arguments.streamed, arguments.mapped
+    )
     publish("soak", results_of(figures), started)
     return int(bool(figures["violations"] or grown(figures)))
 

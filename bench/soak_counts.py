@@ -82,7 +82,9 @@ class Gauges:
     warm: int = 0
     _start_s: float = field(default_factory=time.monotonic)
 
-    def poll(self, requests: int, lives: int, *, calm: bool = True, now: bool = False) -> bool:
+    def poll(
+        self, requests: int, lives: int, *, calm: bool = True, now: bool = False
+    ) -> bool:
         """Take a sample if it is time. Returns whether it was.
 
         Args:
@@ -93,12 +95,25 @@ class Gauges:
         if not now and self.samples and at_s < self.samples[-1].at_s + every_s:
             return False
         gc.collect()
-        _LIBC.malloc_trim(0)  # else free pages of engines that have ended count: 40 MB in 40 lives
+        _LIBC.malloc_trim(
+            0
+        )  # else free pages of engines that have ended count: 40 MB in 40 lives
         resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-        fds, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
+        fds, threads = (
+            len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")
+        )
         rss_mb, own_mb = resident * _PAGE / 1e6, (resident - shared) * _PAGE / 1e6
         self.samples.append(
-            Sample(at_s, requests, lives, rss_mb, own_mb, sys.getallocatedblocks(), fds, threads)
+            Sample(
+                at_s,
+                requests,
+                lives,
+                rss_mb,
+                own_mb,
+                sys.getallocatedblocks(),
+                fds,
+                threads,
+            )
         )
         return True
 
@@ -109,11 +124,15 @@ class Gauges:
             How much of it is added per 1,000 requests, and how much per life of an engine.
         """
         last = self.samples[-1].requests
-        chosen = [one for one in self.samples[self.warm :] if one.requests >= after * last]
+        chosen = [
+            one for one in self.samples[self.warm :] if one.requests >= after * last
+        ]
         if not chosen:
             return 0.0, 0.0
         by = np.array([(one.requests / 1000, one.lives) for one in chosen], float)
         of = np.array([getattr(one, name) for one in chosen], float)
         # Of the solutions the least one: what did not vary adds nothing.
-        per_1000, per_life = np.linalg.lstsq(by - by.mean(0), of - of.mean(), rcond=None)[0]
+        per_1000, per_life = np.linalg.lstsq(
+            by - by.mean(0), of - of.mean(), rcond=None
+        )[0]
         return float(per_1000), float(per_life)

@@ -29,7 +29,9 @@ SETTINGS = WorkerSettings(
     max_loads=64,
     staging_pool_bytes=0,
     failed_read_grace_s=1.0,
-    row_blocks=(8,),  # of the longest prompt, 120 tokens, in the smallest blocks of a producer
+    row_blocks=(
+        8,
+    ),  # of the longest prompt, 120 tokens, in the smallest blocks of a producer
 )
 STAGED = replace(SETTINGS, staging_pool_bytes=1 << 18)
 
@@ -47,11 +49,21 @@ class SoakEngine(CacheEngine):
     """
 
     def __init__(
-        self, name: str, model: Model, side: Side, settings: WorkerSettings, port: int | None = None
+        self,
+        name: str,
+        model: Model,
+        side: Side,
+        settings: WorkerSettings,
+        port: int | None = None,
     ) -> None:
         places, blocks = side.shards.places(), side.blocks[0]
-        self.memories = [_memory(carve(model, side, place), blocks.ratio) for place in places]
-        shards = [(place, memory.kv) for place, memory in zip(places, self.memories, strict=True)]
+        self.memories = [
+            _memory(carve(model, side, place), blocks.ratio) for place in places
+        ]
+        shards = [
+            (place, memory.kv)
+            for place, memory in zip(places, self.memories, strict=True)
+        ]
         super().__init__(
             name,
             SoakFabric,
@@ -81,7 +93,9 @@ class SoakEngine(CacheEngine):
             self.free.pop(0) for _ in range(count)
         )  # the one that has been free for longest
         self.spoilt += sum(
-            not memory.holds([block], FREE) for block in blocks for memory in self.memories
+            not memory.holds([block], FREE)
+            for block in blocks
+            for memory in self.memories
         )
         return blocks
 
@@ -161,6 +175,10 @@ class SoakEngine(CacheEngine):
 def _memory(caches: Caches, ratio: int) -> PatternCaches:
     # In files, so that consumers with `mapped_reads` map them.
     files = [SharedFile(size) for size in caches.sizes]
-    storages = [file.tensor[:size] for file, size in zip(files, caches.sizes, strict=True)]
+    storages = [
+        file.tensor[:size] for file, size in zip(files, caches.sizes, strict=True)
+    ]
     tensors = caches.at([storage.data_ptr() for storage in storages])
-    return PatternCaches(storages, tensors, FREE, guard=GUARD, ratio=ratio, shared=files)
+    return PatternCaches(
+        storages, tensors, FREE, guard=GUARD, ratio=ratio, shared=files
+    )

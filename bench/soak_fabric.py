@@ -72,7 +72,11 @@ class SoakFabric(GateFabric):
     def _forgeries(self) -> list[bytes]:
         epoch = f"{self._draw.getrandbits(59) | 1:015x}"
         wrong = Done(
-            slot=self._draw.randrange(64), epoch=epoch, consumer="0" * 32, worker=0, expected=1
+            slot=self._draw.randrange(64),
+            epoch=epoch,
+            consumer="0" * 32,
+            worker=0,
+            expected=1,
         )
         return [
             encode_notification(wrong),

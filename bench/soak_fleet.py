@@ -93,7 +93,8 @@ class Fleet:
         self.leases_ended_with_engines = 0
         self.last_params: RemotePrefill | None = None
         self.token_bytes = sum(
-            kind.heads * kind.elements * kind.element_bytes for kind in MODEL.groups[0].kinds
+            kind.heads * kind.elements * kind.element_bytes
+            for kind in MODEL.groups[0].kinds
         ) * len(MODEL.layers)
         self.stop = threading.Event()
         self._report = report
@@ -105,10 +106,14 @@ class Fleet:
         self._has_buried = False
         self._graves: list[tuple[SoakEngine, threading.Thread, float]] = []
         self._due = deque(
-            (part, index) for part in _ROUNDS for index in range(len(PRODUCERS + CONSUMERS))
+            (part, index)
+            for part in _ROUNDS
+            for index in range(len(PRODUCERS + CONSUMERS))
         )
         self.moved: Counter[str] = Counter()
-        self.producers = [self._start(f"P{index}", kind) for index, kind in enumerate(PRODUCERS)]
+        self.producers = [
+            self._start(f"P{index}", kind) for index, kind in enumerate(PRODUCERS)
+        ]
         self.consumers = [
             self._start(f"C{index}", self._next_consumer(kind))
             for index, kind in enumerate(CONSUMERS)
@@ -118,7 +123,9 @@ class Fleet:
         """So many requests, or so long, or until `stop` is set; then everything that is under way ends."""
         start_s = time.monotonic()
         end_s = None if seconds is None else start_s + seconds
-        numbers: Iterator[int] = itertools.count() if requests is None else iter(range(requests))
+        numbers: Iterator[int] = (
+            itertools.count() if requests is None else iter(range(requests))
+        )
         running: dict[Life, Script] = {}
         more = True
         while more or running:
@@ -130,7 +137,9 @@ class Fleet:
                     and not self.stop.is_set()
                 )
                 if more and index is not None:
-                    drawn = self.script(index, producers=len(PRODUCERS), consumers=len(CONSUMERS))
+                    drawn = self.script(
+                        index, producers=len(PRODUCERS), consumers=len(CONSUMERS)
+                    )
                     running[life(self, drawn)] = drawn
             progress = self._resume(running)
             self.step()
@@ -154,13 +163,17 @@ class Fleet:
             else:
                 _drop_renewals(engine)
         self._frozen = {
-            engine: until_s for engine, until_s in self._frozen.items() if now_s < until_s
+            engine: until_s
+            for engine, until_s in self._frozen.items()
+            if now_s < until_s
         }
         for engine in self._engines():
             if engine not in self._frozen:
                 engine.step()
         for grave in [
-            grave for grave in self._graves if now_s > grave[2] and not grave[1].is_alive()
+            grave
+            for grave in self._graves
+            if now_s > grave[2] and not grave[1].is_alive()
         ]:
             self._graves.remove(grave)
             self._drain(grave[0])
@@ -176,7 +189,9 @@ class Fleet:
 
     def restart_producer(self, index: int, choice: int) -> None:
         """It is gone at once; its next life listens on the same port, at first not ready, slow, or well."""
-        self.producers[index] = made = self._restart(self.producers[index], PRODUCERS[index])
+        self.producers[index] = made = self._restart(
+            self.producers[index], PRODUCERS[index]
+        )
         if choice % 3 == 1:
             made.listener._published = None
             self._not_ready[made] = time.monotonic() + _NOT_READY_S
@@ -280,7 +295,9 @@ class Fleet:
             self.counts.violations[f"integrity of {engine.name}: {wrong}"] += 1
         broken = sum(memory.broken_guards() for memory in engine.memories)
         if broken:
-            self.counts.violations[f"{engine.name}: bytes beside the blocks were written"] += broken
+            self.counts.violations[
+                f"{engine.name}: bytes beside the blocks were written"
+            ] += broken
 
     def _wait_until_idle(self) -> None:
         end_s = time.monotonic() + _IDLE_WITHIN_S
@@ -312,12 +329,16 @@ class Fleet:
             self.counter_totals[key] += amount
         self.moved.update(engine.moved)
         if engine.spoilt and engine.is_dead:
-            self.counts.violations[f"{engine.name}: free blocks were written"] += engine.spoilt
+            self.counts.violations[f"{engine.name}: free blocks were written"] += (
+                engine.spoilt
+            )
 
     def _check_sums(self) -> None:
         """Everything that was begun has ended in one way."""
         of = {
-            name: sum(n for (metric, _), n in self.counter_totals.items() if metric == name)
+            name: sum(
+                n for (metric, _), n in self.counter_totals.items() if metric == name
+            )
             for name, _ in self.counter_totals
         }
         opened, released = of.get("leases_opened", 0), of.get("leases_released", 0)
@@ -332,7 +353,9 @@ class Fleet:
 
 def _is_idle(engine: SoakEngine) -> bool:
     flushing = any(worker.count_loads(LoadState.FLUSHING) for worker in engine.workers)
-    quiet = not (len(engine.leases) or len(engine.loads) or engine.seen.alive or flushing)
+    quiet = not (
+        len(engine.leases) or len(engine.loads) or engine.seen.alive or flushing
+    )
     return (
         quiet
         and len(engine.free) == engine.blocks
@@ -343,7 +366,9 @@ def _is_idle(engine: SoakEngine) -> bool:
 def _drop_renewals(engine: SoakEngine) -> None:
     for received in engine.listener.inbox.take():
         if received.kind is not Renew:
-            engine.listener.inbox.put(received.kind(boot=received.boot, leases=(received.name,)))
+            engine.listener.inbox.put(
+                received.kind(boot=received.boot, leases=(received.name,))
+            )
 
 
 def _answer_slowly(engine: SoakEngine) -> None:

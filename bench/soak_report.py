@@ -14,11 +14,23 @@ GAUGES = {
     "fds": "file descriptors",
     "threads": "threads",
 }
-MOST_ADDED = {"rss_mb": 4.0, "own_mb": 4.0, "objects": 5000.0, "fds": 30.0, "threads": 3.0}
+MOST_ADDED = {
+    "rss_mb": 4.0,
+    "own_mb": 4.0,
+    "objects": 5000.0,
+    "fds": 30.0,
+    "threads": 3.0,
+}
 """Per 1,000 requests: limits for a soak of three minutes, some twice the most that was seen in one of 3,000 requests.
 `objects` is five of each request; that consumers remember ended leases is one of them, until 65,536 are remembered. A
 connection that is made again to a living peer leaves some descriptors; one left by every request would be 1,000."""
-MOST_PER_LIFE = {"rss_mb": 1.5, "own_mb": 1.5, "objects": 2000.0, "fds": 6.0, "threads": 0.5}
+MOST_PER_LIFE = {
+    "rss_mb": 1.5,
+    "own_mb": 1.5,
+    "objects": 2000.0,
+    "fds": 6.0,
+    "threads": 0.5,
+}
 """Per life of an engine, one to eight workers. What an engine has kept is given back when it ends, so it may be less
 than nothing."""
 FEWEST_FOR_A_SLOPE = 3000
@@ -61,7 +73,9 @@ def results_of(figures: dict[str, Any]) -> Results:
 
     def over_requests(title: str, unit: str, *names: str) -> Chart:
         series = [
-            Series(GAUGES[name].partition(",")[0], requests, [one[name] for one in samples])
+            Series(
+                GAUGES[name].partition(",")[0], requests, [one[name] for one in samples]
+            )
             for name in names
         ]
         return Chart(title, "requests so far", unit, series)
@@ -72,7 +86,9 @@ def results_of(figures: dict[str, Any]) -> Results:
         what=_WHAT,
         tables=_tables(figures),
         charts=(
-            over_requests("Memory of the process with all six engines", "MB", "rss_mb", "own_mb"),
+            over_requests(
+                "Memory of the process with all six engines", "MB", "rss_mb", "own_mb"
+            ),
             over_requests(
                 "Descriptors and threads of the process with all six engines",
                 "number",
@@ -82,7 +98,10 @@ def results_of(figures: dict[str, Any]) -> Results:
         ),
         targets=(
             Target.at_most(
-                "what must not happen in a soak", sum(figures["violations"].values()), 0, "times"
+                "what must not happen in a soak",
+                sum(figures["violations"].values()),
+                0,
+                "times",
             ),
             *(
                 Target.at_most(f"added per {what}: {gauge}", added, most, "")
@@ -102,7 +121,9 @@ def _tables(figures: dict[str, Any]) -> Sequence[Table]:
     loads, gauges, moved = figures["loads"], figures["gauges"], figures["moved"]
     total, good = sum(loads.values()), loads.get("loaded", 0)
     reasons = {
-        how.partition(": ")[2]: amount for how, amount in loads.items() if how.startswith("failed")
+        how.partition(": ")[2]: amount
+        for how, amount in loads.items()
+        if how.startswith("failed")
     }
     failed = sum(reasons.values())
     whole = {

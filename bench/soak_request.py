@@ -73,7 +73,12 @@ def life(fleet: Fleet, script: Script) -> Life:
     yield from _until_free(fleet, producer, name)
     if fault is Fault.REPLAYED and not producer.is_dead:
         again = yield from _load(
-            fleet, script, producer, script.choice % len(fleet.consumers), offered, f"{name}-again"
+            fleet,
+            script,
+            producer,
+            script.choice % len(fleet.consumers),
+            offered,
+            f"{name}-again",
         )
         if again == "loaded":
             fleet.counts.violations["loaded a replay"] += 1
@@ -81,19 +86,25 @@ def life(fleet: Fleet, script: Script) -> Life:
     return outcome
 
 
-def _compute(fleet: Fleet, script: Script, producer: SoakEngine, prefill: Prefill) -> Wait:
+def _compute(
+    fleet: Fleet, script: Script, producer: SoakEngine, prefill: Prefill
+) -> Wait:
     """The producer's half: part by part, in steps of its own, until the request has ended."""
     parts, fault, choice = script.parts, script.fault, script.choice
     aborted_at = choice % (len(parts) + 1) if fault is Fault.ABORTED_PREFILL else None
     last, number = len(parts) - 1, 0
     preempted_at = (
-        script.asked + 1 + choice % (last - script.asked) if fault is Fault.PREEMPTED else None
+        script.asked + 1 + choice % (last - script.asked)
+        if fault is Fault.PREEMPTED
+        else None
     )
     while number < len(parts) and not producer.is_dead:
         if number == aborted_at:
             producer.give_back(prefill.abort())
             return
-        count = -(-(prefill.done + parts[number]) // producer.block_tokens) - len(prefill.blocks)
+        count = -(-(prefill.done + parts[number]) // producer.block_tokens) - len(
+            prefill.blocks
+        )
         if number == preempted_at or (prefill.blocks and count > len(producer.free)):
             producer.give_away(prefill.preempt())
             preempted_at, number = None, 0
@@ -135,7 +146,12 @@ def _beside(making: Wait, loading: Life) -> Life:
 
 
 def _load(
-    fleet: Fleet, script: Script, producer: SoakEngine, index: int, params: RemotePrefill, name: str
+    fleet: Fleet,
+    script: Script,
+    producer: SoakEngine,
+    index: int,
+    params: RemotePrefill,
+    name: str,
 ) -> Life:
     """The consumer's half. Returns `loaded` only if every byte was right."""
     tokens, fault, counts = script.tokens, script.fault, fleet.counts
@@ -157,9 +173,13 @@ def _load(
         consumer.give_back(blocks)
         return "aborted" if declined is None else f"computed here: {declined}"
     _arm(fleet, script, producer, consumer)
-    consumer.loads.allocated(name, consumer.loads.matched_tokens(name, first), (blocks,))
+    consumer.loads.allocated(
+        name, consumer.loads.matched_tokens(name, first), (blocks,)
+    )
     steps_left = 3 * (len(script.parts) - 1 - script.asked)
-    struck_at = 1 + script.choice // 11 % (steps_left + (1 if fault is Fault.REVOKED else 3))
+    struck_at = 1 + script.choice // 11 % (
+        steps_left + (1 if fault is Fault.REVOKED else 3)
+    )
     turns, aborted, start_s = 0, False, time.monotonic()
     while not consumer.has_ended(name):
         yield
@@ -183,7 +203,9 @@ def _load(
         wrong = consumer.wrong_bytes(blocks, tokens, script.seed)
         counts.checked_bytes += tokens * fleet.token_bytes
         if wrong:
-            counts.violations[f"a load with wrong bytes was reported good ({fault})"] += 1
+            counts.violations[
+                f"a load with wrong bytes was reported good ({fault})"
+            ] += 1
             outcome = f"WRONG: {wrong} bytes"
     while name in consumer.seen.alive and not _has_died(consumer):
         if time.monotonic() > start_s + STUCK_S:
@@ -207,7 +229,9 @@ def _until_free(fleet: Fleet, producer: SoakEngine, name: str) -> Wait:
     end_s = time.monotonic() + FREE_WITHIN_S
     while name in producer.leased and not producer.is_dead:
         if time.monotonic() > end_s:
-            fleet.counts.violations["blocks of a producer are not free within their lease"] += 1
+            fleet.counts.violations[
+                "blocks of a producer are not free within their lease"
+            ] += 1
             return
         yield
 
@@ -240,7 +264,9 @@ def _on_the_way(fleet: Fleet, script: Script, params: RemotePrefill) -> RemotePr
         ):
             fields["kvferry"]["mac"] = "0" * 64
         elif script.choice % 2:
-            fields["remote_block_ids"] = [list(group) for group in other.remote_block_ids]
+            fields["remote_block_ids"] = [
+                list(group) for group in other.remote_block_ids
+            ]
         else:
             fields["kvferry"] = other.to_json()["kvferry"]
     read = read_params(fields)
@@ -253,9 +279,15 @@ def _some_fabric(engine: SoakEngine, script: Script) -> SoakFabric:
     return engine.soak_fabrics[script.choice // 7 % len(engine.workers)]
 
 
-def _arm(fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngine) -> None:
+def _arm(
+    fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngine
+) -> None:
     """Prepare the fault before the load is ordered."""
-    fault, fabric, now_s = script.fault, _some_fabric(consumer, script), time.monotonic()
+    fault, fabric, now_s = (
+        script.fault,
+        _some_fabric(consumer, script),
+        time.monotonic(),
+    )
     at_once = (0.0, 0.5, 1.0)[script.choice % 3]
     if fault in _HELD_UP_S:
         length_s, taken = _HELD_UP_S[fault], fault in (Fault.REVOKED, Fault.PREEMPTED)
@@ -272,7 +304,10 @@ def _arm(fleet: Fleet, script: Script, producer: SoakEngine, consumer: SoakEngin
         fabric.done_faults.append(kind)
     elif fault is Fault.RAISES:
         victim = fabric if script.choice % 4 else _some_fabric(producer, script)
-        victim.fail(METHODS[script.choice % len(METHODS)], ERRORS[script.choice // 3 % len(ERRORS)])
+        victim.fail(
+            METHODS[script.choice % len(METHODS)],
+            ERRORS[script.choice // 3 % len(ERRORS)],
+        )
     elif fault is Fault.PEER_LOST:
         fabric.lose_peer()
     elif fault is Fault.LOST_RENEWALS:

@@ -83,7 +83,12 @@ class Script:
 
 
 def script(
-    seed: int, index: int, fault_rate: float, streamed: float, producers: int, consumers: int
+    seed: int,
+    index: int,
+    fault_rate: float,
+    streamed: float,
+    producers: int,
+    consumers: int,
 ) -> Script:
     """Request number `index` of the soak with this seed. A preempted one is always streamed."""
     draw = random.Random(f"{seed}/{index}")
@@ -99,7 +104,17 @@ def script(
     else:
         parts = (
             draw.choice(
-                (1, 7, 16, 17, 31, 32, 40, MOST_TOKENS, draw.randrange(1, MOST_TOKENS + 1))
+                (
+                    1,
+                    7,
+                    16,
+                    17,
+                    31,
+                    32,
+                    40,
+                    MOST_TOKENS,
+                    draw.randrange(1, MOST_TOKENS + 1),
+                )
             ),
         )
     return Script(

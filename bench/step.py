@@ -35,7 +35,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="few steps, and only the ends of some sweeps"
+        "--quick",
+        action="store_true",
+        help="few steps, and only the ends of some sweeps",
     )
     parser.add_argument("--scene", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -47,7 +49,9 @@ def main() -> None:
     found: list[Shown] = []
     for sweep in QUICK if asked.quick else SCENES:
         for scene in sweep.scenes:
-            found.append(Shown(sweep.name, scene, _in_a_process(scene, quick=asked.quick)))
+            found.append(
+                Shown(sweep.name, scene, _in_a_process(scene, quick=asked.quick))
+            )
             print(f"{sweep.name}: {scene}", flush=True)
     publish("step", results_of(found, steps, quick=asked.quick), started)
 
@@ -62,7 +66,12 @@ def _in_a_process(scene: Scene, *, quick: bool) -> Any:
         *["--quick"] * quick,
     ]
     done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        command,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(f"{scene}: {done.stderr[-2000:]}")

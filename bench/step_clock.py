@@ -21,7 +21,9 @@ class Spread:
     def of_ns(cls, samples: Iterable[int]) -> Spread:
         ordered = sorted(samples)
         last = len(ordered) - 1
-        p50, p99, most = (ordered[round(last * share)] / 1e3 for share in (0.5, 0.99, 1.0))
+        p50, p99, most = (
+            ordered[round(last * share)] / 1e3 for share in (0.5, 0.99, 1.0)
+        )
         return cls(p50, p99, most, len(ordered))
 
 
@@ -91,4 +93,6 @@ class StepClock:
 
     def singly(self) -> dict[str, Spread]:
         """Time of one call, by its name."""
-        return {name: Spread.of_ns(samples) for name, samples in self.samples_ns.items()}
+        return {
+            name: Spread.of_ns(samples) for name, samples in self.samples_ns.items()
+        }

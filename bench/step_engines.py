@@ -78,7 +78,12 @@ class TimedNode(Node):
     """One engine, and what its connector takes of the scheduler's thread and of the worker's."""
 
     def __init__(
-        self, role: str, kind: FabricKind, network: MemoryNetwork, num_blocks: int, lease_slots: int
+        self,
+        role: str,
+        kind: FabricKind,
+        network: MemoryNetwork,
+        num_blocks: int,
+        lease_slots: int,
     ) -> None:
         self.network = network
         with _fabric(kind, network):
@@ -118,17 +123,27 @@ class TimedNode(Node):
         )
         report = self.runners[0].step(step.output, no_forward)
         if report is not None:
-            report.kv_connector_worker_meta = self._reported(report.kv_connector_worker_meta)
+            report.kv_connector_worker_meta = self._reported(
+                report.kv_connector_worker_meta
+            )
             report.kv_connector_stats = self._reported(report.kv_connector_stats)
-        output = ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=report)
-        self.engine.finish(step, worker=self.aggregator.aggregate([output]).kv_connector_output)
+        output = ModelRunnerOutput(
+            req_ids=[], req_id_to_index={}, kv_connector_output=report
+        )
+        self.engine.finish(
+            step, worker=self.aggregator.aggregate([output]).kv_connector_output
+        )
         self.engine.stats.clear()
         self.scheduler_clock.end_step()
         self.worker_clock.end_step()
         return step
 
     def _reported(self, reported: Any) -> Any:
-        return None if reported is None else self._report_loads(self._report_dumps(reported))
+        return (
+            None
+            if reported is None
+            else self._report_loads(self._report_dumps(reported))
+        )
 
     def forget(self) -> None:
         """Forget the times of the preparation."""
@@ -158,7 +173,9 @@ class Prompts:
     def next(self, blocks: int) -> tuple[str, list[int]]:
         """A request's name, and as many tokens as fill so many blocks but for one."""
         self._number += 1
-        return f"r{self._number}", self._draw.integers(1, 1000, blocks * BLOCK_TOKENS - 1).tolist()
+        return f"r{self._number}", self._draw.integers(
+            1, 1000, blocks * BLOCK_TOKENS - 1
+        ).tolist()
 
 
 def hold(producer: TimedNode, prompts: Prompts, count: int, blocks: int) -> None:
@@ -194,14 +211,18 @@ def hand_over(
     return params
 
 
-def fly(consumer: TimedNode, stuck: TimedNode, prompts: Prompts, count: int, blocks: int) -> None:
+def fly(
+    consumer: TimedNode, stuck: TimedNode, prompts: Prompts, count: int, blocks: int
+) -> None:
     """`count` loads from a producer that does not answer any more: in flight for ever."""
     params = hand_over(stuck, consumer, prompts, blocks)
     consumer.network.freeze(stuck.agent_name)
     mac_key = stuck.engine.connector.scheduler_side.channel.local.mac_key
     for index in range(count):
         name, prompt = prompts.next(blocks)
-        consumer.engine.add(name, prompt, another_offer(params, prompt, blocks, index, mac_key))
+        consumer.engine.add(
+            name, prompt, another_offer(params, prompt, blocks, index, mac_key)
+        )
         if index % _MOST_AT_ONCE == 0:
             consumer.step()
     consumer.until(lambda: consumer.loads_running() >= count)

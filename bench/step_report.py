@@ -7,13 +7,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.figures import Cell, Chart, Results, Series, Table, Target
-from bench.step_scenes import BLOCKS, EVERYTHING, IDLE, LEASES, LOADS, NIXL, REQUESTS, Scene
+from bench.step_scenes import (
+    BLOCKS,
+    EVERYTHING,
+    IDLE,
+    LEASES,
+    LOADS,
+    NIXL,
+    REQUESTS,
+    Scene,
+)
 
 LIMIT_US = 200.0
 GROWTH = 1.5
 NOISE_US = 20.0
 """Two scenes that are the same may differ by so much."""
-HALVES = ("producer's scheduler", "producer's worker", "consumer's scheduler", "consumer's worker")
+HALVES = (
+    "producer's scheduler",
+    "producer's worker",
+    "consumer's scheduler",
+    "consumer's worker",
+)
 
 _COMMAND = "python -m bench.step"
 _WHAT = (
@@ -54,7 +68,13 @@ class Shown:
     def cells(self) -> tuple[str, int, int, int, int]:
         """Under the columns `_SCENE`."""
         scene = self.scene
-        return self.sweep, scene.leases, scene.loads, scene.blocks_in_flight, scene.blocks
+        return (
+            self.sweep,
+            scene.leases,
+            scene.loads,
+            scene.blocks_in_flight,
+            scene.blocks,
+        )
 
 
 def results_of(found: Sequence[Shown], steps: int, *, quick: bool) -> Results:
@@ -111,9 +131,16 @@ def _steps_table(found: Sequence[Shown]) -> Table:
 
 def _calls_table(found: Sequence[Shown]) -> Table:
     """The four dearest kinds of call of each half."""
-    ends = [one for name in (EVERYTHING.name, IDLE.name) for one in _of(found, name)[-1:]]
+    ends = [
+        one for name in (EVERYTHING.name, IDLE.name) for one in _of(found, name)[-1:]
+    ]
     rows = [
-        (*one.cells[:3], half, name, *(float(call[what]) for what in ("count", "p50", "p99")))
+        (
+            *one.cells[:3],
+            half,
+            name,
+            *(float(call[what]) for what in ("count", "p50", "p99")),
+        )
         for one in ends
         for half in HALVES
         for name, call in sorted(
@@ -121,7 +148,9 @@ def _calls_table(found: Sequence[Shown]) -> Table:
         )[:4]
     ]
     return Table(
-        "The dearest calls", (*_SCENE[:3], "half", "call", "calls", "p50, µs", "p99"), rows
+        "The dearest calls",
+        (*_SCENE[:3], "half", "call", "calls", "p50, µs", "p99"),
+        rows,
     )
 
 
@@ -131,13 +160,21 @@ def _charts(found: Sequence[Shown]) -> tuple[Chart, ...]:
         x = [place(one.scene) for one in scenes]
         series = [
             Series(
-                half, x, [one.us(half) for one in scenes], [one.us(half, "p50") for one in scenes]
+                half,
+                x,
+                [one.us(half) for one in scenes],
+                [one.us(half, "p50") for one in scenes],
             )
             for half in HALVES
         ]
         title = f"The step thread and the {label}: p99, and down to p50"
         return Chart(
-            title, label, "processor time of a step, µs", series, x_log=True, limit=LIMIT_US
+            title,
+            label,
+            "processor time of a step, µs",
+            series,
+            x_log=True,
+            limit=LIMIT_US,
         )
 
     return (
@@ -152,24 +189,34 @@ def _targets(found: Sequence[Shown]) -> tuple[Target, ...]:
     for name in (LEASES.name, EVERYTHING.name, NIXL.name):
         for one in _of(found, name)[-1:]:
             step, call = (
-                f"step thread's processor time, p99, {what}{name}" for what in ("", "one call, ")
+                f"step thread's processor time, p99, {what}{name}"
+                for what in ("", "one call, ")
             )
             targets.append(
                 Target.at_most(
-                    step, one.dearest_p99, LIMIT_US, "µs", "all calls of a step added up"
+                    step,
+                    one.dearest_p99,
+                    LIMIT_US,
+                    "µs",
+                    "all calls of a step added up",
                 )
             )
             note = "of the kind of call whose p99 is the largest"
-            targets.append(Target.at_most(call, one.dearest_call_p99, LIMIT_US, "µs", note))
+            targets.append(
+                Target.at_most(call, one.dearest_call_p99, LIMIT_US, "µs", note)
+            )
     for name in (LEASES.name, LOADS.name, BLOCKS.name):
         scenes = _of(found, name)
         for what in ("p50", "p99"):
             grown = max(
-                scenes[-1].us(half, what) / (scenes[0].us(half, what) + NOISE_US / GROWTH)
+                scenes[-1].us(half, what)
+                / (scenes[0].us(half, what) + NOISE_US / GROWTH)
                 for half in HALVES
             )
             note = f"the worst of the four halves; {NOISE_US:g} µs are left to noise"
             targets.append(
-                Target.at_most(f"growth of {what} with {name}", grown, GROWTH, "times", note)
+                Target.at_most(
+                    f"growth of {what} with {name}", grown, GROWTH, "times", note
+                )
             )
     return tuple(targets)

@@ -38,15 +38,23 @@ class Sweep:
     scenes: tuple[Scene, ...]
 
 
-LEASES = Sweep("leases held", tuple(Scene(leases=count) for count in (1, 10, 100, 1000, 10_000)))
-LOADS = Sweep("loads in flight", tuple(Scene(loads=count) for count in (0, 1, 10, 100, 1000)))
+LEASES = Sweep(
+    "leases held", tuple(Scene(leases=count) for count in (1, 10, 100, 1000, 10_000))
+)
+LOADS = Sweep(
+    "loads in flight", tuple(Scene(loads=count) for count in (0, 1, 10, 100, 1000))
+)
 BLOCKS = Sweep(
-    "blocks in flight", tuple(Scene(loads=100, load_blocks=size) for size in (1, 10, 100, 1000))
+    "blocks in flight",
+    tuple(Scene(loads=100, load_blocks=size) for size in (1, 10, 100, 1000)),
 )
 EVERYTHING = Sweep("10,000 leases and 1,000 loads", (Scene(leases=10_000, loads=1000),))
-IDLE = Sweep("nothing happens", (Scene(blocks=0), Scene(leases=10_000, loads=1000, blocks=0)))
+IDLE = Sweep(
+    "nothing happens", (Scene(blocks=0), Scene(leases=10_000, loads=1000, blocks=0))
+)
 REQUESTS = Sweep(
-    "blocks of one request", tuple(Scene(blocks=size) for size in (2, 32, 320, 1000, 4000))
+    "blocks of one request",
+    tuple(Scene(blocks=size) for size in (2, 32, 320, 1000, 4000)),
 )
 NIXL = Sweep("NIXL", (Scene(leases=100, fabric="nixl"),))
 

@@ -58,7 +58,9 @@ class Loaded:
     chunks: int
 
 
-def handover(producer: Engine, consumer: Engine, seed: int, *, streamed: bool) -> Loaded:
+def handover(
+    producer: Engine, consumer: Engine, seed: int, *, streamed: bool
+) -> Loaded:
     """Compute one prompt and load it, and compare its bytes.
 
     Raises:
@@ -72,7 +74,9 @@ def handover(producer: Engine, consumer: Engine, seed: int, *, streamed: bool) -
         producer.compute(prefill, CHUNK_TOKENS)
         begin_s = time.monotonic()
         producer.launched.append(
-            lambda begin_s=begin_s: time.sleep(max(0.0, begin_s + CHUNK_S - time.monotonic()))  # type: ignore[misc]
+            lambda begin_s=begin_s: time.sleep(
+                max(0.0, begin_s + CHUNK_S - time.monotonic())
+            )  # type: ignore[misc]
         )
         if load is None and prefill.params is not None:
             load = consumer.load(prefill.params)
@@ -83,16 +87,26 @@ def handover(producer: Engine, consumer: Engine, seed: int, *, streamed: bool) -
     request_id = load.request_id
     step_until(lambda: consumer.seen.is_over(request_id), "the load is over", consumer)
     if request_id in consumer.seen.failed:
-        raise RuntimeError(f"the load has failed: {consumer.seen.failed[request_id].value}")
+        raise RuntimeError(
+            f"the load has failed: {consumer.seen.failed[request_id].value}"
+        )
     consumer.check_bytes(load, seed)
-    step_until(lambda: prefill.request_id in producer.seen.sent, "the blocks are free", producer)
+    step_until(
+        lambda: prefill.request_id in producer.seen.sent,
+        "the blocks are free",
+        producer,
+    )
     consumer.free(load)
     record = consumer.seen.totals[-1]
     after_ms = 1e3 * (record.ended_s[record.stage] - ended_s)
-    return Loaded(after_ms, record.early_bytes / record.planned_bytes, len(record.chunks))
+    return Loaded(
+        after_ms, record.early_bytes / record.planned_bytes, len(record.chunks)
+    )
 
 
-def measure(shape: CacheShape, settings: WorkerSettings, turns: int) -> dict[str, list[Loaded]]:
+def measure(
+    shape: CacheShape, settings: WorkerSettings, turns: int
+) -> dict[str, list[Loaded]]:
     """Loads of both kinds in turn, without the first of each."""
     rows = replace(SETTINGS, row_blocks=(TOKENS // SHAPE.block_tokens,))
     found: dict[str, list[Loaded]] = {STREAMED: [], OFF: []}
@@ -112,7 +126,9 @@ def measure(shape: CacheShape, settings: WorkerSettings, turns: int) -> dict[str
         )
         for turn in range(turns + 1):
             for kind, loads in found.items():
-                loads.append(handover(producer, consumer, turn, streamed=kind == STREAMED))
+                loads.append(
+                    handover(producer, consumer, turn, streamed=kind == STREAMED)
+                )
     return {kind: loads[1:] for kind, loads in found.items()}
 
 
@@ -129,11 +145,16 @@ def results_of(found: dict[str, dict[str, list[Loaded]]], *, quick: bool) -> Res
             rows.append((placing, kind, len(loads), early, after_ms, spread(all_ms)))
             if kind == STREAMED:
                 targets.append(
-                    Target.at_least(f"bytes read before its end, {placing}", early, LEAST_EARLY, "")
+                    Target.at_least(
+                        f"bytes read before its end, {placing}", early, LEAST_EARLY, ""
+                    )
                 )
                 targets.append(
                     Target.at_most(
-                        f"prefill ended → loaded, {placing}, p50", after_ms, MOST_MS, "ms"
+                        f"prefill ended → loaded, {placing}, p50",
+                        after_ms,
+                        MOST_MS,
+                        "ms",
                     )
                 )
     columns = (

@@ -23,12 +23,33 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.figures import Cell, Chart, Results, Series, Table, Target, publish, shown_bytes
+from bench.figures import (
+    Cell,
+    Chart,
+    Results,
+    Series,
+    Table,
+    Target,
+    publish,
+    shown_bytes,
+)
 from bench.provenance import begin
-from bench.transfer_engines import Bench, Lease, huge_bytes_at, two_processes, use_huge_pages
+from bench.transfer_engines import (
+    Bench,
+    Lease,
+    huge_bytes_at,
+    two_processes,
+    use_huge_pages,
+)
 from bench.transfer_loads import Loads, connected
 from bench.transfer_rivals import BareNixl, memory_copies, pieces_of
-from bench.transfer_shapes import MIB, Scenario, equal_shards, other_layout, unequal_shards
+from bench.transfer_shapes import (
+    MIB,
+    Scenario,
+    equal_shards,
+    other_layout,
+    unequal_shards,
+)
 
 RUNS = (256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, MIB)
 SIZES = tuple(size * MIB for size in (1, 4, 16, 64, 256))
@@ -83,9 +104,12 @@ class Measured:
 def scenarios(runs: Sequence[int], most_bytes: int, pool_bytes: int) -> list[Scenario]:
     """Equal shards by run length, unequal ones, and layouts that differ."""
     found = [equal_shards(run, most_bytes, pool_bytes) for run in runs]
-    found += [unequal_shards(run, most_bytes, pool_bytes) for run in (4 << 10, 64 << 10)]
+    found += [
+        unequal_shards(run, most_bytes, pool_bytes) for run in (4 << 10, 64 << 10)
+    ]
     return found + [
-        other_layout(256, most_bytes, pool_bytes, staged=staged) for staged in (False, True)
+        other_layout(256, most_bytes, pool_bytes, staged=staged)
+        for staged in (False, True)
     ]
 
 
@@ -110,10 +134,14 @@ def measure(
         ]
 
 
-def _measure(bench: Bench, loads: Loads, bare: BareNixl, size: int, turns: int) -> Measured:
+def _measure(
+    bench: Bench, loads: Loads, bare: BareNixl, size: int, turns: int
+) -> Measured:
     device = bench.target.device.index or 0
     shares = [
-        pieces_of(loads.scenario, loads.peer, loads.order(NO_LEASE, size, share), device)
+        pieces_of(
+            loads.scenario, loads.peer, loads.order(NO_LEASE, size, share), device
+        )
         for share in range(AT_ONCE)
     ]
     reads = [bare.reads(pieces) for pieces in shares]
@@ -126,7 +154,8 @@ def _measure(bench: Bench, loads: Loads, bare: BareNixl, size: int, turns: int) 
         {
             LOAD: lambda: loads.load([loads.order(leases.pop(), size)]),
             LOADS: lambda: (
-                loads.load([loads.order(leases.pop(), size, x) for x in range(AT_ONCE)]) / AT_ONCE
+                loads.load([loads.order(leases.pop(), size, x) for x in range(AT_ONCE)])
+                / AT_ONCE
             ),
             BARE: lambda: timed(lambda: bare.read(reads[0])),
             BARES: lambda: timed(lambda: bare.read(all_reads)) / AT_ONCE,
@@ -138,7 +167,9 @@ def _measure(bench: Bench, loads: Loads, bare: BareNixl, size: int, turns: int) 
     return Measured(loads.scenario, size, seconds, runs, loads.records[0].descriptors)
 
 
-def in_turn(turns: int, calls: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+def in_turn(
+    turns: int, calls: Mapping[str, Callable[[], float]]
+) -> dict[str, list[float]]:
     """Samples of each call, which take turns, so that other work on the machine hits all; a first turn warms up."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(turns + 1):
@@ -206,7 +237,10 @@ def table(found: Sequence[Measured]) -> Table:
             one.runs,
             one.posted,
             len(one.seconds[LOAD]),
-            *(statistics.median(one.rates(name)) for name in (LOAD, LOADS, BARE, FENCED, MEMCPY)),
+            *(
+                statistics.median(one.rates(name))
+                for name in (LOAD, LOADS, BARE, FENCED, MEMCPY)
+            ),
             one.ratio(LOAD, BARE),
             one.ratio(LOADS, BARES),
         ]
@@ -221,7 +255,9 @@ def charts(found: Sequence[Measured]) -> list[Chart]:
     runs = list(dict.fromkeys(one.scenario.run_bytes for one in equal))
     largest = {
         run: [
-            one for one in equal if one.scenario.run_bytes == run and one.request_bytes <= 64 * MIB
+            one
+            for one in equal
+            if one.scenario.run_bytes == run and one.request_bytes <= 64 * MIB
         ][-1:]
         for run in runs
     }
@@ -232,7 +268,12 @@ def charts(found: Sequence[Measured]) -> list[Chart]:
             "GB/s",
             [
                 Series.of_samples(
-                    name, [(run, one.rates(name)) for run, of in largest.items() for one in of]
+                    name,
+                    [
+                        (run, one.rates(name))
+                        for run, of in largest.items()
+                        for one in of
+                    ],
                 )
                 for name in (LOAD, LOADS, BARE, FENCED, MEMCPY)
             ],
@@ -246,8 +287,16 @@ def charts(found: Sequence[Measured]) -> list[Chart]:
             [
                 Series(
                     f"{shown_bytes(run)} runs",
-                    [one.request_bytes for one in equal if one.scenario.run_bytes == run],
-                    [one.ratio(LOAD, BARE) for one in equal if one.scenario.run_bytes == run],
+                    [
+                        one.request_bytes
+                        for one in equal
+                        if one.scenario.run_bytes == run
+                    ],
+                    [
+                        one.ratio(LOAD, BARE)
+                        for one in equal
+                        if one.scenario.run_bytes == run
+                    ],
                 )
                 for run in runs
             ],
@@ -264,15 +313,25 @@ def targets(found: Sequence[Measured]) -> list[Target]:
     for size in sorted({one.request_bytes for one in direct}):
         for of, to, what in ((LOAD, BARE, "one load"), (LOADS, BARES, "four at once")):
             worst, ratio = min(
-                ((one, one.ratio(of, to)) for one in direct if one.request_bytes == size),
+                (
+                    (one, one.ratio(of, to))
+                    for one in direct
+                    if one.request_bytes == size
+                ),
                 key=lambda pair: pair[1],
             )
             note = f"worst: {worst.scenario.name}"
-            if ratio < OF_BARE:  # the part of the miss that no connector with a fence can avoid
+            if (
+                ratio < OF_BARE
+            ):  # the part of the miss that no connector with a fence can avoid
                 note += f"; the bare loop with a fence and a message reaches {worst.ratio(FENCED, BARE):.2f}"
             made.append(
                 Target.at_least(
-                    f"{shown_bytes(size)}, {what}, of bare NIXL", ratio, OF_BARE, "", note
+                    f"{shown_bytes(size)}, {what}, of bare NIXL",
+                    ratio,
+                    OF_BARE,
+                    "",
+                    note,
                 )
             )
     for one in [one for one in direct if one.scenario.run_bytes >= MIB][-1:]:
@@ -286,7 +345,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="three run lengths, three sizes")
+    parser.add_argument(
+        "--quick", action="store_true", help="three run lengths, three sizes"
+    )
     parser.add_argument(
         "--device", default="cpu", choices=("cpu", "cuda"), help="where the caches are"
     )

@@ -18,8 +18,20 @@ from bench.transfer_shapes import FACTS, Scenario, Side
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.protocol.ids import SlotState, epoch_to_text, new_boot_id, new_epoch, slot_word
-from kvferry.protocol.orders import LeaseHold, LeaseOpen, StepOrders, encode_head, encode_orders
+from kvferry.protocol.ids import (
+    SlotState,
+    epoch_to_text,
+    new_boot_id,
+    new_epoch,
+    slot_word,
+)
+from kvferry.protocol.orders import (
+    LeaseHold,
+    LeaseOpen,
+    StepOrders,
+    encode_head,
+    encode_orders,
+)
 from kvferry.protocol.params_mac import new_mac_key
 from kvferry.scheduler.counters import Counters
 from kvferry.worker.caches import KvCaches
@@ -115,7 +127,11 @@ class Producer:
         files: Sequence[tuple[SharedFile, ...]],
     ) -> None:
         side = scenario.producer
-        self.boot, mac_key, engine_id = new_boot_id(), new_mac_key(), f"producer-{os.getpid()}"
+        self.boot, mac_key, engine_id = (
+            new_boot_id(),
+            new_mac_key(),
+            f"producer-{os.getpid()}",
+        )
         self.workers = [
             make_worker(engine_id, scenario, side, rank, memories[rank], files[rank])
             for rank in range(side.tp)
@@ -144,19 +160,23 @@ class Producer:
         numbers = range(self._next, self._next + count)
         self._next += count
         made = [
-            Lease(number, epoch_to_text(new_epoch()), f"prefill-{number}") for number in numbers
+            Lease(number, epoch_to_text(new_epoch()), f"prefill-{number}")
+            for number in numbers
         ]
         orders = StepOrders(
             boot=self.boot,
             opens=tuple(LeaseOpen(slot=one.slot, epoch=one.epoch) for one in made),
             holds=tuple(
-                LeaseHold(request_id=one.request_id, slot=one.slot, epoch=one.epoch) for one in made
+                LeaseHold(request_id=one.request_id, slot=one.slot, epoch=one.epoch)
+                for one in made
             ),
         )
         for worker in self.workers:
             worker.carry_out(encode_head(orders), encode_orders(orders))
         deadline_s = time.monotonic() + _READY_S
-        while not all(_is_ready(worker, one) for worker in self.workers for one in made):
+        while not all(
+            _is_ready(worker, one) for worker in self.workers for one in made
+        ):
             if time.monotonic() > deadline_s:
                 raise TimeoutError("the leases do not become ready")
             time.sleep(0.001)
@@ -187,7 +207,9 @@ def _producer_of(
 def _serve(channel: Connection, pool_bytes: int, ranks: int, device_name: str) -> None:
     """The producer's process: one engine for each scenario, until the other end is closed."""
     torch.set_num_threads(1)
-    private = [memory_of(pool_bytes, torch.device(device_name), PRODUCED) for _ in range(ranks)]
+    private = [
+        memory_of(pool_bytes, torch.device(device_name), PRODUCED) for _ in range(ranks)
+    ]
     files: list[SharedFile] = []
     producer: Producer | None = None
     while True:
@@ -246,7 +268,9 @@ def two_processes(pool_bytes: int, ranks: int, device_name: str) -> Iterator[Ben
     producer.start()
     theirs.close()
     try:
-        target, source = (memory_of(pool_bytes, torch.device(device_name)) for _ in range(2))
+        target, source = (
+            memory_of(pool_bytes, torch.device(device_name)) for _ in range(2)
+        )
         yield Bench(ours, target, source)
     finally:
         ours.close()

@@ -69,14 +69,18 @@ class Loads:
         records: of the last loads.
     """
 
-    def __init__(self, scenario: Scenario, memory: torch.Tensor, address: ProducerAddress) -> None:
+    def __init__(
+        self, scenario: Scenario, memory: torch.Tensor, address: ProducerAddress
+    ) -> None:
         self.scenario = scenario
         self._from = address
         self._boot = new_boot_id()
         self._number = 0
         self.records: Sequence[LoadRecord] = ()
         with mock.patch.object(transfer_thread, "ResultBox", _SignallingBox):
-            self.worker = make_worker("consumer", scenario, scenario.consumer, 0, memory)
+            self.worker = make_worker(
+                "consumer", scenario, scenario.consumer, 0, memory
+            )
         self.worker.add_siblings((self.worker.description,))
         self._box: Any = self.worker._thread.results
         fabric = self.worker._fabric
@@ -101,7 +105,9 @@ class Loads:
         params = RemotePrefill(
             remote_engine_id=source.engine_id,
             remote_request_id=lease.request_id,
-            remote_block_ids=(scenario.request_blocks(scenario.producer, request_bytes, 1, share),),
+            remote_block_ids=(
+                scenario.request_blocks(scenario.producer, request_bytes, 1, share),
+            ),
             remote_host=HOST,
             remote_port=source.port,
             tp_size=scenario.producer.tp,
@@ -120,7 +126,9 @@ class Loads:
         return LoadOrder(
             request_id=f"decode-{self._number}",
             source=sign_params(params, source.mac_key),
-            local_blocks=(scenario.request_blocks(scenario.consumer, request_bytes, 2, share),),
+            local_blocks=(
+                scenario.request_blocks(scenario.consumer, request_bytes, 2, share),
+            ),
             first_token=0,
             stop_token=tokens,
         )
@@ -134,7 +142,11 @@ class Loads:
         step = StepOrders(boot=self._boot, loads=tuple(orders))
         head, frame = encode_head(step), encode_orders(step)
         registry = self.worker._thread.registry
-        routes = len(self.peer.routes) if any(registry.peers()) else self.scenario.producer.tp
+        routes = (
+            len(self.peer.routes)
+            if any(registry.peers())
+            else self.scenario.producer.tp
+        )
         self._box.expect(len(orders), len(orders) * routes)
         begun_ns = time.perf_counter_ns()
         self.worker.carry_out(head, frame)

@@ -39,7 +39,9 @@ class Pieces:
     remote: np.ndarray
 
 
-def pieces_of(scenario: Scenario, peer: Peer, order: LoadOrder, device: int) -> list[Pieces]:
+def pieces_of(
+    scenario: Scenario, peer: Peer, order: LoadOrder, device: int
+) -> list[Pieces]:
     """The same descriptors that a load reads in place, or would if nothing were staged."""
     blocks = RequestBlocks(
         local=order.local_blocks,
@@ -72,20 +74,28 @@ class BareNixl:
         apply_ucx_defaults(os.environ)
         self._nixl: Any = load_bindings()
         self._agent: Any = make_agent(
-            self._nixl, f"bare-{uuid.uuid4().hex[:12]}", AgentConfig(progress_thread=False)
+            self._nixl,
+            f"bare-{uuid.uuid4().hex[:12]}",
+            AgentConfig(progress_thread=False),
         )
-        self._segment = self._nixl.VRAM_SEG if memory.device.type == "cuda" else self._nixl.DRAM_SEG
+        self._segment = (
+            self._nixl.VRAM_SEG if memory.device.type == "cuda" else self._nixl.DRAM_SEG
+        )
         self._words = np.zeros((len(peer.routes), 2), dtype=np.uint64)
         words = int(self._words.ctypes.data)
         self._registered = [
-            self._register(self._segment, memory.data_ptr(), len(memory), memory.device.index or 0),
+            self._register(
+                self._segment, memory.data_ptr(), len(memory), memory.device.index or 0
+            ),
             self._register(self._nixl.DRAM_SEG, words, self._words.nbytes, 0),
         ]
         self._handles: list[Any] = []
         self._names: dict[int, Any] = {}
         self._tables: dict[int, tuple[Any, Any]] = {}
         own_words = self._prepare(
-            self._nixl.NIXL_INIT_AGENT, self._nixl.DRAM_SEG, _slots(words, len(self._words))
+            self._nixl.NIXL_INIT_AGENT,
+            self._nixl.DRAM_SEG,
+            _slots(words, len(self._words)),
         )
         self._fence: list[Read] = []
         for number, route in enumerate(peer.routes):
@@ -93,8 +103,12 @@ class BareNixl:
             name = self._names[route.route.worker] = self._agent.loadRemoteMD(
                 open_metadata(worker.agent_metadata)[1]
             )
-            word = self._prepare(name, self._nixl.DRAM_SEG, _slots(worker.lease_table.address, 1))
-            self._fence.append((own_words, np.array([number], dtype=np.int32), word, _FIRST_SLOT))
+            word = self._prepare(
+                name, self._nixl.DRAM_SEG, _slots(worker.lease_table.address, 1)
+            )
+            self._fence.append(
+                (own_words, np.array([number], dtype=np.int32), word, _FIRST_SLOT)
+            )
 
     def reads(self, pieces: Sequence[Pieces]) -> list[Read]:
         """Prepare what `read` takes."""
@@ -117,7 +131,9 @@ class BareNixl:
         agent, nixl = self._agent, self._nixl
         handles = []
         for local, local_indices, remote, remote_indices in reads:
-            handle = agent.makeXferReq(nixl.NIXL_READ, local, local_indices, remote, remote_indices)
+            handle = agent.makeXferReq(
+                nixl.NIXL_READ, local, local_indices, remote, remote_indices
+            )
             agent.postXferReq(handle)
             handles.append(handle)
         for handle in handles:

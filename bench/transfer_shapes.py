@@ -142,7 +142,9 @@ def unequal_shards(run_bytes: int, most_bytes: int, pool_bytes: int) -> Scenario
     )
 
 
-def other_layout(cell_bytes: int, most_bytes: int, pool_bytes: int, *, staged: bool) -> Scenario:
+def other_layout(
+    cell_bytes: int, most_bytes: int, pool_bytes: int, *, staged: bool
+) -> Scenario:
     """The producer keeps heads outside tokens, the consumer inside: the shared run is one cell."""
     return Scenario(
         name=f"HND -> NHD, {shown_bytes(cell_bytes)} cells, {'staged' if staged else 'direct'}",

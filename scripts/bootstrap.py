@@ -56,7 +56,9 @@ class Environment:
     def create(self) -> None:
         """Make it when it is not there. One of another Python than this is kept: stamps say what it holds."""
         if not self.python.exists():
-            self.say(f"create {self.folder.name} with Python {platform.python_version()}")
+            self.say(
+                f"create {self.folder.name} with Python {platform.python_version()}"
+            )
             venv.create(self.folder, with_pip=True, symlinks=True)
 
     def holds(self, name: str) -> bool:
@@ -96,9 +98,13 @@ class Environment:
                 lines.append(line)
                 large = _LARGE.search(line)
                 if large and (large[3] == "GB" or float(large[2]) >= 100):
-                    self.say(f"  download {large[1].rsplit('/', 1)[-1]} ({large[2]} {large[3]})")
+                    self.say(
+                        f"  download {large[1].rsplit('/', 1)[-1]} ({large[2]} {large[3]})"
+                    )
         if running.returncode:
-            raise BootstrapError(f"pip {' '.join(arguments)} failed:\n{''.join(lines[-30:])}")
+            raise BootstrapError(
+                f"pip {' '.join(arguments)} failed:\n{''.join(lines[-30:])}"
+            )
 
     def install(self, file: Path, *options: str) -> None:
         """Install a requirements file. Raises like `pip`."""
@@ -124,7 +130,10 @@ def cpu_torch_is_offered(report: str) -> tuple[bool, str]:
     chosen = json.loads(report)["install"][0]
     version = chosen["metadata"]["version"]
     name = (
-        chosen.get("download_info", {}).get("url", version).rsplit("/", 1)[-1].replace("%2B", "+")
+        chosen.get("download_info", {})
+        .get("url", version)
+        .rsplit("/", 1)[-1]
+        .replace("%2B", "+")
     )
     marked = "+cpu" in version or "+cpu" in name
     return marked or platform.machine() not in ("x86_64", "AMD64"), name
@@ -133,7 +142,9 @@ def cpu_torch_is_offered(report: str) -> tuple[bool, str]:
 def cpu_torch() -> str:
     """The version of torch that vLLM's CPU build is for."""
     lines = (REQUIREMENTS / "cpu.txt").read_text().splitlines()
-    return next(line.split("==")[1].strip() for line in lines if line.startswith("torch=="))
+    return next(
+        line.split("==")[1].strip() for line in lines if line.startswith("torch==")
+    )
 
 
 def check_torch(environment: Environment, wanted: str) -> None:
@@ -162,7 +173,9 @@ def check_torch(environment: Environment, wanted: str) -> None:
             raise BootstrapError(f"{text}\n\npip said:\n{error}") from error
         offered, name = cpu_torch_is_offered(report.read())
     if not offered:
-        raise BootstrapError(_NO_CPU_TORCH.format(wanted=wanted, found=name, command=command))
+        raise BootstrapError(
+            _NO_CPU_TORCH.format(wanted=wanted, found=name, command=command)
+        )
     environment.say(f"torch: {name}")
 
 
@@ -177,7 +190,10 @@ def install_cpu(environment: Environment) -> None:
 
 def install_cuda(environment: Environment) -> None:
     """vLLM for NVIDIA GPUs, NIXL, the router, the default model."""
-    if platform.machine() in ("x86_64", "AMD64") and sys.version_info[:2] in LOCKED_PYTHONS:
+    if (
+        platform.machine() in ("x86_64", "AMD64")
+        and sys.version_info[:2] in LOCKED_PYTHONS
+    ):
         environment.say("install requirements/cuda.lock (several GB, once)")
         environment.install(REQUIREMENTS / "cuda.lock", *LOCKED)
     else:
@@ -228,19 +244,28 @@ def make(environment: Environment, wanted: Sequence[str]) -> None:
             environment.drop_runtime(other)
         files, install = INSTALLERS[name]
         environment.once(
-            name, digest(*((REQUIREMENTS / file).read_bytes() for file in files)), install
+            name,
+            digest(*((REQUIREMENTS / file).read_bytes() for file in files)),
+            install,
         )
     environment.once(
-        "editable", digest((ROOT / "pyproject.toml").read_bytes(), bytes(ROOT)), install_kvferry
+        "editable",
+        digest((ROOT / "pyproject.toml").read_bytes(), bytes(ROOT)),
+        install_kvferry,
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bootstrap", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bootstrap", description=__doc__
+    )
     known = ", ".join(sorted(INSTALLERS))
     parser.add_argument(
-        "sets", nargs="*", metavar="SET", help=f"any of {known}; none: what development needs"
+        "sets",
+        nargs="*",
+        metavar="SET",
+        help=f"any of {known}; none: what development needs",
     )
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     chosen = parser.parse_args(arguments)
@@ -249,7 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown: {', '.join(unknown)}; there are {known}")
     if sys.version_info < (3, 11):
         print(
-            f"Python 3.11 or newer is needed; this is {platform.python_version()}", file=sys.stderr
+            f"Python 3.11 or newer is needed; this is {platform.python_version()}",
+            file=sys.stderr,
         )
         return 2
     environment = Environment(chosen.venv)

@@ -56,7 +56,11 @@ def show_results(
 
     console = Console(file=file, width=None if sys.stdout.isatty() else 80)
     table = Table(
-        title=escape(title), title_justify="left", box=box.HORIZONTALS, padding=0, pad_edge=False
+        title=escape(title),
+        title_justify="left",
+        box=box.HORIZONTALS,
+        padding=0,
+        pad_edge=False,
     )
     for name in ("check", "result"):
         table.add_column(name, no_wrap=True)
@@ -71,7 +75,11 @@ def show_results(
 
 def shown(path: Path) -> str:
     """A path from the working directory, or whole where it is elsewhere."""
-    return f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
+    return (
+        f"./{path.relative_to(Path.cwd())}"
+        if path.is_relative_to(Path.cwd())
+        else str(path)
+    )
 
 
 def raise_when_stopped() -> None:

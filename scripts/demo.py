@@ -35,7 +35,10 @@ def prompts(count: int, name: str) -> list[Case]:
     """So many prompts of random tokens, the same for the same name."""
     chooser = random.Random(name)
     return [
-        Case(f"{name}-{number}", tuple(chooser.choices(range(100, 40_000), k=_LENGTHS[number % 5])))
+        Case(
+            f"{name}-{number}",
+            tuple(chooser.choices(range(100, 40_000), k=_LENGTHS[number % 5])),
+        )
         for number in range(count)
     ]
 
@@ -79,7 +82,9 @@ def demonstrate(settings: Settings, stack: ExitStack) -> bool:
     from_, to = ([engine.base_url for engine in some] for some in (prefill, decode))
     router = stack.enter_context(Router(from_, to, folder, settings.request_timeout_s))
     router.wait_ready(60)
-    say(f"{_REQUESTS} requests through the router, and one that a slow router hands over")
+    say(
+        f"{_REQUESTS} requests through the router, and one that a slow router hands over"
+    )
     served_name = prefill[0].spec.served_name
     answers = asyncio.run(
         load(router.base_url, from_[0], to[0], served_name, settings.request_timeout_s)
@@ -91,7 +96,10 @@ def demonstrate(settings: Settings, stack: ExitStack) -> bool:
     )
     failed = [answer.error for answer in answers if answer.error]
     if failed:
-        print(f"{len(failed)} of {len(answers)} requests failed: {failed[0]}", file=sys.stderr)
+        print(
+            f"{len(failed)} of {len(answers)} requests failed: {failed[0]}",
+            file=sys.stderr,
+        )
     print(
         f"\nThe router: {router.base_url}/v1/completions, model `{served_name}`. Logs: {shown(folder)}"
     )

@@ -83,8 +83,12 @@ def exchanges(module: ModuleType) -> Iterator[Exchange]:
         if is_drawing:
             title, colon, caption = before.partition(": ")
             if not colon or "\n" in title:
-                raise ValueError(f"{module.__name__}: a drawing after {before!r} has no title")
-            yield Exchange(title.strip(), " ".join(caption.split()), textwrap.dedent(paragraph))
+                raise ValueError(
+                    f"{module.__name__}: a drawing after {before!r} has no title"
+                )
+            yield Exchange(
+                title.strip(), " ".join(caption.split()), textwrap.dedent(paragraph)
+            )
         before = paragraph
 
 

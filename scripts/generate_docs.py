@@ -33,8 +33,12 @@ PICTURED = (
     "layers=32,heads=8,dim=128,tp=2,stages=20+12,block=64",
 )
 PICTURED_HANDOVERS = 12
-_CONSOLE = re.compile(r"(<!-- console -->\n```console\n\$ kvferry )([^\n]*)\n.*?(```\n)", re.DOTALL)
-_ADVICE = re.compile(r"^\| (`vllm:[^|]*`) \| [^|]* \| [^|]* \| ([^|]*) \|$", re.MULTILINE)
+_CONSOLE = re.compile(
+    r"(<!-- console -->\n```console\n\$ kvferry )([^\n]*)\n.*?(```\n)", re.DOTALL
+)
+_ADVICE = re.compile(
+    r"^\| (`vllm:[^|]*`) \| [^|]* \| [^|]* \| ([^|]*) \|$", re.MULTILINE
+)
 
 
 def pages() -> dict[Path, str]:
@@ -47,8 +51,12 @@ def pages() -> dict[Path, str]:
         "configuration.md": {"config": options(), "ignored": ignored()},
         "operations.md": {"metrics": metrics(part("operations.md", "metrics"))},
         "protocol-reference.md": protocol_reference.reference(),
-        "protocol.md": {name: drawings[name] for name in parts_of("protocol.md", "exchange")},
-        "streaming.md": {name: drawings[name] for name in parts_of("streaming.md", "exchange")},
+        "protocol.md": {
+            name: drawings[name] for name in parts_of("protocol.md", "exchange")
+        },
+        "streaming.md": {
+            name: drawings[name] for name in parts_of("streaming.md", "exchange")
+        },
         "cli.md": {"keys": short_form_keys(part("cli.md", "keys"))},
         "reliability.md": {"promises": promises()},
         "compatibility.md": {"pairs": pairs(part("compatibility.md", "pairs"))},
@@ -71,7 +79,11 @@ def options() -> str:
 
     rows = []
     for option in fields(FerryConfig):
-        default = list(option.default) if isinstance(option.default, tuple) else option.default
+        default = (
+            list(option.default)
+            if isinstance(option.default, tuple)
+            else option.default
+        )
         shown = "none" if default is None else f"`{default}`".replace("'", '"')
         whose = "as in NixlConnector" if option.metadata["peer"] else ""
         rows.append((f"`{option.name}`", shown, option.metadata["doc"], whose))
@@ -94,12 +106,20 @@ def metrics(page: str) -> str:
     found: list[tuple[str, str, str]] = []
     for counter in COUNTERS.values():
         label = f"{{{counter.label}}}" if counter.label else ""
-        values = f" {counter.label}: {', '.join(counter.values)}." if counter.values else ""
-        found.append((f"{counter.exported}_total{label}", "counter", f"{counter.doc}{values}"))
+        values = (
+            f" {counter.label}: {', '.join(counter.values)}." if counter.values else ""
+        )
+        found.append(
+            (f"{counter.exported}_total{label}", "counter", f"{counter.doc}{values}")
+        )
     found += [(gauge.exported, "gauge", gauge.doc) for gauge in GAUGES.values()]
-    found += [(histogram.exported, "histogram", histogram.doc) for histogram in HISTOGRAMS.values()]
+    found += [
+        (histogram.exported, "histogram", histogram.doc)
+        for histogram in HISTOGRAMS.values()
+    ]
     rows = [
-        (f"`vllm:{name}`", kind, doc, advice.get(f"`vllm:{name}`", "")) for name, kind, doc in found
+        (f"`vllm:{name}`", kind, doc, advice.get(f"`vllm:{name}`", ""))
+        for name, kind, doc in found
     ]
     return markdown.table("metric | kind | meaning | do", rows)
 
@@ -150,7 +170,9 @@ def pairs(rows: str) -> str:
         if len(cells) == 2 and "=" in cells[1]:
             models[cells[0]] = cells[1]
         elif cells[1:2] and cells[1] in models:
-            producer, consumer = (_joined(models[cells[1]], more) for more in cells[2:4])
+            producer, consumer = (
+                _joined(models[cells[1]], more) for more in cells[2:4]
+            )
             line = f"{line.rpartition(' | ')[0]} | {_answer(producer, consumer)} |"
         found.append(line)
     return "\n".join(found)
@@ -159,7 +181,9 @@ def pairs(rows: str) -> str:
 def relayout() -> Mapping[str, str]:
     """The tables of the compiled kernel, with the Triton of requirements/cpu.lock; with another one they stay."""
     locked = re.search(
-        r"^triton==(\S+)", (DOCS.parent / "requirements" / "cpu.lock").read_text(), re.MULTILINE
+        r"^triton==(\S+)",
+        (DOCS.parent / "requirements" / "cpu.lock").read_text(),
+        re.MULTILINE,
     )
     try:
         found = metadata.version("triton")
@@ -179,7 +203,9 @@ def relayout() -> Mapping[str, str]:
 
 def _joined(model: str, more: str) -> str:
     """A model's short form with keys added or replaced."""
-    keys = dict(item.split("=", 1) for form in (model, more) if form for item in form.split(","))
+    keys = dict(
+        item.split("=", 1) for form in (model, more) if form for item in form.split(",")
+    )
     return ",".join(f"{key}={value}" for key, value in keys.items())
 
 
@@ -201,11 +227,11 @@ def _answer(producer: str, consumer: str) -> str:
     lengths = sorted({bundle.run_bytes for route in reads for bundle in route.bundles})
     runs = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]}…{lengths[-1]}"
     releases = (
-        f", {counted(len(routes) - len(reads), 'release')}" if len(routes) > len(reads) else ""
+        f", {counted(len(routes) - len(reads), 'release')}"
+        if len(routes) > len(reads)
+        else ""
     )
-    return (
-        f"**{' and '.join(placings)}**: {counted(len(reads), 'route')}{releases}, runs of {runs} B"
-    )
+    return f"**{' and '.join(placings)}**: {counted(len(reads), 'route')}{releases}, runs of {runs} B"
 
 
 def parts_of(page: str, kind: str) -> list[str]:
@@ -271,7 +297,11 @@ def output_of(arguments: str) -> str:
 
     printed = io.StringIO()
     width = mock.patch.dict(os.environ, {"COLUMNS": "80"})
-    with width, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    with (
+        width,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
         kvferry(shlex.split(arguments))
     return "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
 
@@ -279,10 +309,13 @@ def output_of(arguments: str) -> str:
 def main() -> int:
     """Write or check the pages."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.generate_docs", description=(__doc__ or "").split("\n")[0]
+        prog="python -m scripts.generate_docs",
+        description=(__doc__ or "").split("\n")[0],
     )
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 when something is out of date"
+        "--check",
+        action="store_true",
+        help="write nothing; exit 1 when something is out of date",
     )
     check = parser.parse_args().check
     stale = {
@@ -292,7 +325,10 @@ def main() -> int:
     }
     for page, wanted in stale.items():
         if check:
-            print(f"{page} is out of date: run `python -m scripts.generate_docs`", file=sys.stderr)
+            print(
+                f"{page} is out of date: run `python -m scripts.generate_docs`",
+                file=sys.stderr,
+            )
         else:
             page.write_text(wanted)
     return int(check and bool(stale))

@@ -61,7 +61,10 @@ _LIMITS = {
         f"`version` {handshake.CHANNEL_VERSION}",
         handshake.MAX_REQUEST_BYTES,
     ),
-    "an answer on it": (f"`version` {handshake.CHANNEL_VERSION}", handshake.MAX_REPLY_BYTES),
+    "an answer on it": (
+        f"`version` {handshake.CHANNEL_VERSION}",
+        handshake.MAX_REPLY_BYTES,
+    ),
     "a notification": (
         f"magic `{notifications.MAGIC.decode()}`",
         notifications.MAX_NOTIFICATION_BYTES,
@@ -89,7 +92,10 @@ def reference() -> dict[str, str]:
         for what, (version, most) in _LIMITS.items()
     ]
     versions = markdown.table("of | version | at most", rows)
-    return {"versions": versions, **{name: _table(messages) for name, messages in PARTS.items()}}
+    return {
+        "versions": versions,
+        **{name: _table(messages) for name, messages in PARTS.items()},
+    }
 
 
 def drawings() -> dict[str, str]:
@@ -110,7 +116,9 @@ def _table(messages: tuple[Message, ...]) -> str:
     for message in messages:
         kind = types.type_info(message)
         assert isinstance(kind, types.StructType)
-        before, _, after = inspect.cleandoc(message.__doc__ or "").partition("Attributes:\n")
+        before, _, after = inspect.cleandoc(message.__doc__ or "").partition(
+            "Attributes:\n"
+        )
         tag = f"`{kind.tag}`" if kind.tag else ""
         listed = " A list in this order, not a map." if kind.array_like else ""
         rows += [
@@ -125,13 +133,21 @@ def _fields(kind: types.StructType, attributes: str) -> list[tuple[str, ...]]:
     names_and_meanings = _ATTRIBUTE.split(attributes)[1:]
     meanings = {
         name: " ".join(meaning.split()).removesuffix(".")
-        for names, meaning in zip(names_and_meanings[::2], names_and_meanings[1::2], strict=True)
+        for names, meaning in zip(
+            names_and_meanings[::2], names_and_meanings[1::2], strict=True
+        )
         for name in names.split(", ")
     }
     kinds = {(_shown(field.type), _default(field)) for field in kind.fields}
     if len(kinds) == 1:
         names = ", ".join(f"`{field.encode_name}`" for field in kind.fields)
-        return [(names, *kinds.pop(), "; ".join(meanings[field.name] for field in kind.fields))]
+        return [
+            (
+                names,
+                *kinds.pop(),
+                "; ".join(meanings[field.name] for field in kind.fields),
+            )
+        ]
     rows = [
         (
             f"`{field.encode_name}`",
@@ -168,16 +184,24 @@ def _shown(kind: types.Type) -> str:
             length = _span(kind.min_length, kind.max_length)
             return f"list{f' ({length})' if length else ''} of {_shown(kind.item_type)}"
         case types.BytesType():
-            return f"bytes, {_span(kind.min_length, kind.max_length)} bytes".replace(",  bytes", "")
+            return f"bytes, {_span(kind.min_length, kind.max_length)} bytes".replace(
+                ",  bytes", ""
+            )
         case types.StrType():
             named = [name for one, name in _NAMED if types.type_info(one) == kind]
             length = _span(kind.min_length, kind.max_length)
             like = f" like `{kind.pattern}`" if kind.pattern else ""
-            return named[0] if named else f"text{f', {length} characters' if length else ''}{like}"
+            return (
+                named[0]
+                if named
+                else f"text{f', {length} characters' if length else ''}{like}"
+            )
         case types.IntType() | types.FloatType():
             bounds = (("from", kind.ge), ("to", kind.le), ("below", kind.lt))
             words = " ".join(
-                f"{word} {_number(bound)}" for word, bound in bounds if bound is not None
+                f"{word} {_number(bound)}"
+                for word, bound in bounds
+                if bound is not None
             )
             name = "integer" if isinstance(kind, types.IntType) else "number"
             return f"{name}, {words}" if words else name
@@ -188,9 +212,11 @@ def _shown(kind: types.Type) -> str:
         case types.RawType():
             return "any msgpack"
         case types.BoolType() | types.DictType() | types.NoneType():
-            return {types.BoolType: "true or false", types.DictType: "map", types.NoneType: "null"}[
-                type(kind)
-            ]
+            return {
+                types.BoolType: "true or false",
+                types.DictType: "map",
+                types.NoneType: "null",
+            }[type(kind)]
     raise TypeError(f"a type that the reference cannot show: {kind!r}")
 
 
@@ -206,4 +232,8 @@ def _number(value: float) -> str:
         power = int(value + missing).bit_length() - 1
         if power > 16 and int(value) + missing == 1 << power:
             return f"2{str(power).translate(_RAISED)}{shown}"
-    return f"{value:,.0f}" if value == int(value) and abs(value) < 1 << 64 else f"{value:g}"
+    return (
+        f"{value:,.0f}"
+        if value == int(value) and abs(value) < 1 << 64
+        else f"{value:g}"
+    )

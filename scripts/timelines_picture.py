@@ -44,7 +44,9 @@ def picture(timelines: Sequence[Timeline]) -> str:
             shown |= _draw(before, timeline.before, timeline.zero_ns, row)
             shown |= _draw(after, timeline.path, timeline.zero_ns, row)
             _write_result(after, timeline, row)
-        before.set_yticks(range(len(timelines)), [name_of(timeline) for timeline in timelines])
+        before.set_yticks(
+            range(len(timelines)), [name_of(timeline) for timeline in timelines]
+        )
         before.invert_yaxis()
         before.set(
             title=f"The {len(timelines)} slowest handovers of the example",
@@ -70,7 +72,13 @@ def _draw(axes: Axes, spans: Iterable[Span], zero_ns: int, row: int) -> set[Phas
     phases = set()
     for span in spans:
         begun_ms = (span.begun_ns - zero_ns) / 1e6
-        axes.barh(row, span.lasted_ns / 1e6, left=begun_ms, height=0.6, color=_COLOURS[span.phase])
+        axes.barh(
+            row,
+            span.lasted_ns / 1e6,
+            left=begun_ms,
+            height=0.6,
+            color=_COLOURS[span.phase],
+        )
         phases.add(span.phase)
     return phases
 

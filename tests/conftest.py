@@ -36,12 +36,16 @@ def _no_thread_outlives_its_module() -> Iterator[None]:
     end_s = deadline_s(_ENDING_S)
     while left := _threads() - before:
         if time.monotonic() > end_s:
-            pytest.fail(f"threads are left: {', '.join(sorted(thread.name for thread in left))}")
+            pytest.fail(
+                f"threads are left: {', '.join(sorted(thread.name for thread in left))}"
+            )
         time.sleep(0.002)
 
 
 def _threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("kvferry-")}
+    return {
+        thread for thread in threading.enumerate() if thread.name.startswith("kvferry-")
+    }
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,7 +61,9 @@ def run_seed() -> int:
     return seeds.seed_of_this_run()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Order of the tests. In one process, tests that take minutes come last, after the failures of all others; with
     several workers they come first, so that other tests can run beside them."""
     others = 9 if hasattr(config, "workerinput") else 0
@@ -66,7 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _turn(item: pytest.Item) -> int:
     """The order of what takes minutes; 0 for all else."""
-    if item.path.parts[-2:] in (("faults", "test_guards.py"), ("faults", "test_soak.py")):
+    if item.path.parts[-2:] in (
+        ("faults", "test_guards.py"),
+        ("faults", "test_soak.py"),
+    ):
         return 1
     if "vllm" not in item.path.parts:
         return 0

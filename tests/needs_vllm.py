@@ -30,7 +30,9 @@ def import_quietly(config: pytest.Config, *modules: str) -> None:
         config.addinivalue_line("filterwarnings", line)
     if not HAS_VLLM:
         return
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # until its own configuration takes over
+    logging.getLogger("vllm").setLevel(
+        logging.ERROR
+    )  # until its own configuration takes over
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         for module in modules:

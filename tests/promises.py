@@ -28,7 +28,9 @@ def promise(*numbers: int) -> pytest.MarkDecorator:
     """
     unknown = set(numbers).difference(NUMBERS)
     if unknown or not numbers:
-        raise ValueError(f"promises {numbers}; expected some of {NUMBERS[0]} to {NUMBERS[-1]}")
+        raise ValueError(
+            f"promises {numbers}; expected some of {NUMBERS[0]} to {NUMBERS[-1]}"
+        )
     return pytest.mark.promise(*numbers)
 
 

@@ -48,16 +48,22 @@ class DrawnFailures:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Mark the tests that draw: a mark reaches the process that collects the reports."""
         for item in items:
-            is_of_hypothesis = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+            is_of_hypothesis = getattr(
+                getattr(item, "obj", None), "is_hypothesis_test", False
+            )
             if is_of_hypothesis or "run_seed" in getattr(item, "fixturenames", ()):
                 item.add_marker(_MARK)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(
+        self,
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Say in the report of a failure how to draw the same."""
         report = yield
         if report.failed and _MARK in report.keywords:
-            again = f"{VARIABLE}={seed_of_this_run()} python -m pytest '{report.nodeid}'"
+            again = (
+                f"{VARIABLE}={seed_of_this_run()} python -m pytest '{report.nodeid}'"
+            )
             report.sections.append(("draws the same again", again))
         return report
 

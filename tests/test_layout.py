@@ -52,9 +52,13 @@ def test_kvferry_is_a_namespace_package_in_every_root() -> None:
 def test_every_root_holds_one_typed_package_of_its_own_name(root: str) -> None:
     package = REPOSITORY / root / "kvferry" / root
     found = {
-        path for path in (REPOSITORY / root / "kvferry").iterdir() if path.name != "__pycache__"
+        path
+        for path in (REPOSITORY / root / "kvferry").iterdir()
+        if path.name != "__pycache__"
     }
-    assert found - {package} == {package.parent / name for name in MODULES.get(root, ())}
+    assert found - {package} == {
+        package.parent / name for name in MODULES.get(root, ())
+    }
     assert (package / "py.typed").exists()
     assert (package / "__init__.py").exists()
 
@@ -72,5 +76,7 @@ def test_no_two_classes_of_the_product_share_a_name() -> None:
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_every_module_of_the_core_imports_without_torch_nixl_and_vllm(name: str) -> None:
+def test_every_module_of_the_core_imports_without_torch_nixl_and_vllm(
+    name: str,
+) -> None:
     assert heavy_modules_after_importing(name) == ""

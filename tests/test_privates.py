@@ -49,7 +49,10 @@ def privates_of_others(module: ast.Module, ours: set[str]) -> Iterator[tuple[int
     the module does not define itself."""
     own = defined_in(module)
     for node in ast.walk(module):
-        if isinstance(node, ast.Attribute) and node.attr in ours - own - OF_NAMED_TUPLES:
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in ours - own - OF_NAMED_TUPLES
+        ):
             yield node.lineno, ast.unparse(node)
 
 
@@ -61,10 +64,19 @@ def defined_in(module: ast.Module) -> set[str]:
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and is_own(node)
+        ):
             found.add(node.attr)
-    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+    return {
+        name for name in found if name.startswith("_") and not name.startswith("__")
+    }
 
 
 def is_own(attribute: ast.Attribute) -> bool:
-    return isinstance(attribute.value, ast.Name) and attribute.value.id in ("self", "cls")
+    return isinstance(attribute.value, ast.Name) and attribute.value.id in (
+        "self",
+        "cls",
+    )

@@ -20,7 +20,9 @@ def deadline_s(timeout_s: float) -> float:
     return time.monotonic() + min(timeout_s, LONGEST_S)
 
 
-def wait_until(happened: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+def wait_until(
+    happened: Callable[[], object], what: str, timeout_s: float = 30.0
+) -> None:
     """Poll until `happened` is true.
 
     Raises:
@@ -42,7 +44,10 @@ class Stepped(Protocol):
 
 
 def step_until(
-    happened: Callable[[], object], what: str, *engines: Stepped, timeout_s: float = 30.0
+    happened: Callable[[], object],
+    what: str,
+    *engines: Stepped,
+    timeout_s: float = 30.0,
 ) -> None:
     """Step the engines until it has happened.
 

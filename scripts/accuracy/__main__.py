@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from scripts.accuracy.settings import BadSetting, Settings, help_text, notes, read_settings
+from scripts.accuracy.settings import (
+    BadSetting,
+    Settings,
+    help_text,
+    notes,
+    read_settings,
+)
 from scripts.console import STOPPED, Progress, raise_when_stopped, shown
 
 _ABOUT = """\
@@ -18,7 +24,10 @@ Starts a baseline engine, prefill and decode engines with kvferry and vllm-route
 both, and shows in a table whether tokens, log-probabilities, bytes and counters are what they must be.
 Exit status: 0 all is well, 1 a check failed, 2 a setting is wrong, 3 a server failed, 130 stopped.
 """
-_FLAGS = {"--kv_buffer_device": "KV_BUFFER_DEVICE", "--attention-backend": "ATTENTION_BACKEND"}
+_FLAGS = {
+    "--kv_buffer_device": "KV_BUFFER_DEVICE",
+    "--attention-backend": "ATTENTION_BACKEND",
+}
 """Flags of vLLM's own script of this name, and the variables that they set."""
 
 
@@ -31,11 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--check", action="store_true", help="check the settings and print the device, then stop"
+        "--check",
+        action="store_true",
+        help="check the settings and print the device, then stop",
     )
     for name, variable in _FLAGS.items():
         about = f"the same as the variable {variable}, before it"
-        parser.add_argument(name, dest=variable, metavar=variable, default="", help=about)
+        parser.add_argument(
+            name, dest=variable, metavar=variable, default="", help=about
+        )
     parser.add_argument(
         "--enable-cross-layers",
         dest="CROSS_LAYERS",

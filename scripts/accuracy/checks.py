@@ -64,7 +64,9 @@ class Comparison:
         Tokens may differ where both sides give both tokens nearly the same log-probabilities, so that rounding decides;
         in float32 never.
         """
-        return self.largest_gap <= LIMITS[dtype] and not (dtype == "float32" and self.differences)
+        return self.largest_gap <= LIMITS[dtype] and not (
+            dtype == "float32" and self.differences
+        )
 
 
 def compare(
@@ -79,7 +81,8 @@ def compare(
         left = expected[case.name]
         same = equal_tokens(left.tokens, right.tokens)
         gaps = [
-            abs(a - b) for a, b in zip(left.logprobs[:same], right.logprobs[:same], strict=False)
+            abs(a - b)
+            for a, b in zip(left.logprobs[:same], right.logprobs[:same], strict=False)
         ]
         if left.error or right.error:
             differences[case.name] = left.error or right.error
@@ -121,7 +124,9 @@ def equal_tokens(left: Sequence[int], right: Sequence[int]) -> int:
 
 def judge_tokens(found: Comparison, dtype: str) -> list[Check]:
     """The tokens and log-probabilities of the single engine, as near as `dtype` can have them."""
-    shown = "; ".join(f"{name}: {detail}" for name, detail in list(found.differences.items())[:3])
+    shown = "; ".join(
+        f"{name}: {detail}" for name, detail in list(found.differences.items())[:3]
+    )
     detail = f"{len(found.differences)} of {found.prompts} prompts differ, {found.tokens} tokens are equal"
     limit = LIMITS[dtype]
     gap = f"largest difference {found.largest_gap:.2g}, allowed {limit:.2g}"
@@ -175,7 +180,8 @@ class Formula:
     def bytes_of(self, prompts: Iterable[int], hit_tokens: int) -> int:
         """For prompts of so many tokens, and the tokens of all that were hits."""
         blocks = (
-            sum(math.ceil(tokens / self.block) for tokens in prompts) - hit_tokens // self.block
+            sum(math.ceil(tokens / self.block) for tokens in prompts)
+            - hit_tokens // self.block
         )
         return blocks * self.block * self.token_bytes
 
@@ -184,22 +190,33 @@ class Formula:
         return f"{text}; staged, at least" if self.at_least else text
 
 
-def judge_bytes(seen: Mapping[str, Seen], formula: Formula | None, ferry: bool) -> Check:
+def judge_bytes(
+    seen: Mapping[str, Seen], formula: Formula | None, ferry: bool
+) -> Check:
     """Every prompt moved what the formula says, by the plan and by NIXL's own count."""
     nixl, planned = (
         sum(one.nixl_bytes for one in seen.values()),
         sum(one.planned_bytes for one in seen.values()),
     )
     if formula is None:
-        nothing = [name for name, one in seen.items() if not (one.nixl_bytes or one.local_tokens)]
+        nothing = [
+            name
+            for name, one in seen.items()
+            if not (one.nixl_bytes or one.local_tokens)
+        ]
         detail = f"NIXL {nixl:,}, plan {planned:,}; no formula for this model"
         detail += f"; nothing for {', '.join(nothing[:3])}" * bool(nothing)
         return Check(BYTES, nixl > 0 and not nothing, detail)
-    needed = {name: formula.bytes_of(one.prompts, one.local_tokens) for name, one in seen.items()}
+    needed = {
+        name: formula.bytes_of(one.prompts, one.local_tokens)
+        for name, one in seen.items()
+    }
     wrong: list[str] = []
     for name, one in seen.items():
         right = (
-            one.nixl_bytes >= needed[name] if formula.at_least else one.nixl_bytes == needed[name]
+            one.nixl_bytes >= needed[name]
+            if formula.at_least
+            else one.nixl_bytes == needed[name]
         )
         if not right or (ferry and one.planned_bytes != one.nixl_bytes):
             wrong.append(
@@ -223,13 +240,19 @@ def judge_hits(cases: Iterable[Case], seen: Mapping[str, Seen], block: int) -> C
     ]
     hits = sum(bool(case.hit_blocks) for case, _ in foreseen)
     detail = f"{hits} prompts with a hit, {len(foreseen) - hits} without, as foreseen"
-    return Check("prefix hits on the decoder", not wrong, "; ".join(wrong[:3]) if wrong else detail)
+    return Check(
+        "prefix hits on the decoder",
+        not wrong,
+        "; ".join(wrong[:3]) if wrong else detail,
+    )
 
 
 def judge_computed(prompts: int, requests: int, tokens: int) -> Check:
     """The decoder computed one token of each transferred prompt: the last one, for its logits."""
     detail = f"{tokens} prompt tokens in {requests} requests; {prompts} prompts were transferred"
-    return Check("decoder computed 1 token a prompt", prompts == requests == tokens, detail)
+    return Check(
+        "decoder computed 1 token a prompt", prompts == requests == tokens, detail
+    )
 
 
 def judge_recomputes(counters: Scrape) -> Check:
@@ -237,7 +260,10 @@ def judge_recomputes(counters: Scrape) -> Check:
     recomputed = counters.by_label("vllm:kvferry_local_recomputes_total", "reason")
     failed = counters.total("vllm:nixl_num_failed_transfers_total")
     reported = (
-        ", ".join(f"{reason} {count:.0f}" for reason, count in sorted(recomputed.items())) or "none"
+        ", ".join(
+            f"{reason} {count:.0f}" for reason, count in sorted(recomputed.items())
+        )
+        or "none"
     )
     detail = f"prompts computed on the decoder instead: {reported}; failed transfers: {failed:.0f}"
     return Check("nothing was computed twice", not recomputed and not failed, detail)
@@ -246,21 +272,28 @@ def judge_recomputes(counters: Scrape) -> Check:
 def judge_streams(counters: Scrape) -> Check:
     """Some bytes were read before the prefill had ended."""
     early, planned = (
-        counters.total(f"vllm:kvferry_{kind}_bytes_total") for kind in ("early", "planned")
+        counters.total(f"vllm:kvferry_{kind}_bytes_total")
+        for kind in ("early", "planned")
     )
     return Check(
-        "read while it is prefilled", early > 0, f"{early / 1e6:.1f} of {planned / 1e6:.1f} MB"
+        "read while it is prefilled",
+        early > 0,
+        f"{early / 1e6:.1f} of {planned / 1e6:.1f} MB",
     )
 
 
-def judge_in_turn(compared: Comparison, moved: int, recomputed: float, dtype: str) -> Check:
+def judge_in_turn(
+    compared: Comparison, moved: int, recomputed: float, dtype: str
+) -> Check:
     """One leg after the other: the cache was moved, nothing was computed again, and the answers are the single
     engine's."""
     others = ", ".join(compared.differences) or "none"
     detail = f"{compared.tokens} tokens of {compared.prompts} prompts are equal, {moved:,} B moved, {recomputed:.0f} "
     detail += f"computed again; other prompts: {others}"
     return Check(
-        "one leg after the other", moved > 0 and not recomputed and compared.agrees(dtype), detail
+        "one leg after the other",
+        moved > 0 and not recomputed and compared.agrees(dtype),
+        detail,
     )
 
 
@@ -281,7 +314,9 @@ def judge_arithmetic(
     """
     gap = f"log-probabilities by at most {compared.largest_gap:.2g}"
     answers = f"{len(compared.differences)} answers differ"
-    detail = f"{right[1]} of {compared.prompts} right against {right[0]}; {answers}, {gap}"
+    detail = (
+        f"{right[1]} of {compared.prompts} right against {right[0]}; {answers}, {gap}"
+    )
     passed = compared.agrees(dtype) and (random_weights or min(right) > 0)
     return Check("arithmetic as right as one engine", passed, detail)
 
@@ -294,7 +329,13 @@ def judge_poison(
     dtype: str,
 ) -> Check:
     """With an overwritten cache no prompt is answered as by the single engine: the comparison would notice."""
-    pairs = [(case, answer) for case, answer in zip(cases, found, strict=True) if not answer.error]
-    changed = sum(not compare([case], expected, [answer]).is_near(dtype) for case, answer in pairs)
+    pairs = [
+        (case, answer)
+        for case, answer in zip(cases, found, strict=True)
+        if not answer.error
+    ]
+    changed = sum(
+        not compare([case], expected, [answer]).is_near(dtype) for case, answer in pairs
+    )
     detail = f"{changed} of {len(found)} answers changed when the producer's cache was overwritten; {moved:,} B moved"
     return Check(POISON, changed == len(found) and moved > 0, detail)

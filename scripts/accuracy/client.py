@@ -79,10 +79,14 @@ def body_of(case: Case, model: str, likeliest: int = 0, **more: Any) -> dict[str
     if case.stream:
         body["stream_options"] = {"include_usage": True}
     if case.chat:
-        body["messages"] = [{"role": role, "content": content} for role, content in case.messages]
+        body["messages"] = [
+            {"role": role, "content": content} for role, content in case.messages
+        ]
         body |= {"logprobs": True, "top_logprobs": likeliest}
     else:
-        body["prompt"] = list(case.prompt) if isinstance(case.prompt, tuple) else case.prompt
+        body["prompt"] = (
+            list(case.prompt) if isinstance(case.prompt, tuple) else case.prompt
+        )
         body["logprobs"] = likeliest
     return body | more
 
@@ -141,7 +145,9 @@ class Client:
                 f"{case.name}: no answer from {base_url} after {waited_s:.1f} s ({error!r})"
             ) from error
 
-    async def ask_all(self, base_url: str, cases: Sequence[Case], at_once: int) -> list[Answer]:
+    async def ask_all(
+        self, base_url: str, cases: Sequence[Case], at_once: int
+    ) -> list[Answer]:
         """All of them, so many at a time; answers in the cases' order. Raises like `ask`."""
         gate = asyncio.Semaphore(at_once)
 
@@ -159,20 +165,28 @@ class Client:
         for case in cases:
             first = await self._prefill(prefill_url, case, **more)
             if first.error or not first.params:
-                answers.append(Answer(error=first.error or "the prefill's answer has no params"))
+                answers.append(
+                    Answer(error=first.error or "the prefill's answer has no params")
+                )
             else:
                 answers.append(
-                    await self.ask(decode_url, case, kv_transfer_params=first.params, **more)
+                    await self.ask(
+                        decode_url, case, kv_transfer_params=first.params, **more
+                    )
                 )
         return answers
 
-    async def prefill(self, prefill_url: str, case: Case, **more: Any) -> Mapping[str, Any] | None:
+    async def prefill(
+        self, prefill_url: str, case: Case, **more: Any
+    ) -> Mapping[str, Any] | None:
         """Have a prompt prefilled; the params that name its cache."""
         return (await self._prefill(prefill_url, case, **more)).params
 
     async def _prefill(self, prefill_url: str, case: Case, **more: Any) -> Answer:
         first = replace(case, stream=False, max_tokens=1)
-        return await self.ask(prefill_url, first, kv_transfer_params=ASK_FOR_PREFILL, **more)
+        return await self.ask(
+            prefill_url, first, kv_transfer_params=ASK_FOR_PREFILL, **more
+        )
 
     async def leave_early(
         self, base_url: str, case: Case, tokens: int | None, within_s: float
@@ -192,7 +206,9 @@ class Client:
             with suppress(TimeoutError):
                 async with asyncio.timeout(within_s), stream as reply:
                     if reply.status_code != 200:
-                        raise NoAnswer(f"{case.name}: HTTP {reply.status_code} of {base_url}")
+                        raise NoAnswer(
+                            f"{case.name}: HTTP {reply.status_code} of {base_url}"
+                        )
                     async for event in _events(reply):
                         if "error" in event:
                             raise NoAnswer(
@@ -205,7 +221,9 @@ class Client:
                         if tokens is not None and came >= tokens:
                             break
         except httpx.TransportError as error:
-            raise NoAnswer(f"{case.name}: {base_url} closed the connection ({error!r})") from error
+            raise NoAnswer(
+                f"{case.name}: {base_url} closed the connection ({error!r})"
+            ) from error
         return came
 
     async def _stream(self, url: str, body: Mapping[str, Any]) -> Answer:
@@ -225,7 +243,9 @@ class Client:
                     pieces.append(_choice(choice))
                     if pieces[-1].tokens:
                         came_s.append(time.monotonic())
-                prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+                prompt_tokens = (event.get("usage") or {}).get(
+                    "prompt_tokens", prompt_tokens
+                )
         return Answer(
             tokens=tuple(token for piece in pieces for token in piece.tokens),
             logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
@@ -254,7 +274,9 @@ def _whole(reply: httpx.Response) -> Answer:
     answer = reply.json()
     params = answer.get("kv_transfer_params")
     return replace(
-        _choice(answer["choices"][0]), prompt_tokens=answer["usage"]["prompt_tokens"], params=params
+        _choice(answer["choices"][0]),
+        prompt_tokens=answer["usage"]["prompt_tokens"],
+        params=params,
     )
 
 
@@ -265,19 +287,25 @@ def _choice(choice: Mapping[str, Any]) -> Answer:
         entries = found["content"] or ()
         probs = [entry["logprob"] for entry in entries if entry["logprob"] is not None]
         places = [
-            {other["token"]: other["logprob"] for other in (entry, *entry["top_logprobs"])}
+            {
+                other["token"]: other["logprob"]
+                for other in (entry, *entry["top_logprobs"])
+            }
             for entry in entries
             if entry.get("top_logprobs")
         ]
     else:
-        probs = [value for value in found.get("token_logprobs") or () if value is not None]
+        probs = [
+            value for value in found.get("token_logprobs") or () if value is not None
+        ]
         places = [place for place in found.get("top_logprobs") or () if place]
     message = choice.get("message") or choice.get("delta") or {}
     by_id = (
         {
             int(name.removeprefix(_ID_PREFIX)): logprob
             for name, logprob in place.items()
-            if name.startswith(_ID_PREFIX) and logprob is not None  # NaN is null in JSON
+            if name.startswith(_ID_PREFIX)
+            and logprob is not None  # NaN is null in JSON
         }
         for place in places
     )

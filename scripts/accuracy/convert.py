@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from scripts.accuracy.model import whole
 from scripts.accuracy.settings import SMALL_MODELS, TINY_MODELS
@@ -29,9 +34,15 @@ _llama: Any = LlamaForCausalLM
 def smollm2(gguf: Path, target: Path) -> None:
     """SmolLM2 as a plain Llama in float32."""
     folder, file = str(gguf.parent), gguf.name
-    read: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    read: Any = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, dtype=torch.float32
+    )
     # A model read from GGUF counts as quantised and cannot be saved; its twin without that mark can.
-    kept = {key: value for key, value in read.config.to_dict().items() if key not in _NOT_KEPT}
+    kept = {
+        key: value
+        for key, value in read.config.to_dict().items()
+        if key not in _NOT_KEPT
+    }
     twin = _llama(LlamaConfig(**kept))
     twin.load_state_dict(read.state_dict())
     _save(twin, gguf, target)
@@ -61,7 +72,9 @@ def tiny_llama(gguf: Path, target: Path, kv_heads: int) -> None:
 
 
 def _save(model: Any, gguf: Path, target: Path) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name
+    )
     with whole(target) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

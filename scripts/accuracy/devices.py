@@ -14,7 +14,9 @@ from itertools import cycle, islice
 _LOWEST, _HIGHEST = 12000, 32000
 
 
-def visible_gpus(environment: Mapping[str, str], listed: int | None = None) -> tuple[str, ...]:
+def visible_gpus(
+    environment: Mapping[str, str], listed: int | None = None
+) -> tuple[str, ...]:
     """Names of the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, else their indices.
 
     As CUDA does, the first index that the driver does not list ends the list. A GPU may be named twice: then two
@@ -39,7 +41,11 @@ def visible_gpus(environment: Mapping[str, str], listed: int | None = None) -> t
 def _listed_gpus() -> int:
     try:
         done = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
+            ["nvidia-smi", "--list-gpus"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return 0
@@ -56,7 +62,9 @@ def hand_out_gpus(needs: Sequence[int], gpus: Sequence[str]) -> list[tuple[str, 
         ValueError: an engine has more workers than there are GPUs.
     """
     if max(needs) > len(set(gpus)):
-        raise ValueError(f"an engine has {max(needs)} workers, and there are {len(set(gpus))} GPUs")
+        raise ValueError(
+            f"an engine has {max(needs)} workers, and there are {len(set(gpus))} GPUs"
+        )
     names = cycle(gpus)
     shares: list[tuple[str, ...]] = []
     for need in needs:
@@ -104,7 +112,9 @@ def free_port_range(count: int) -> int:
     for first in random.Random().sample(starts, min(2000, len(starts))):
         if all(map(_is_free, range(first, first + count))):
             return first
-    raise OSError(f"no {count} consecutive free ports were found from {_LOWEST} to {_HIGHEST}")
+    raise OSError(
+        f"no {count} consecutive free ports were found from {_LOWEST} to {_HIGHEST}"
+    )
 
 
 def _is_free(port: int) -> bool:

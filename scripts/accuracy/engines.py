@@ -117,7 +117,9 @@ class EngineSpec:
             if self.device == "cuda"
             else None,
             "--attention-backend": self.attention_backend or None,
-            "--kv-transfer-config": self.transfer.config() if self.transfer is not None else None,
+            "--kv-transfer-config": self.transfer.config()
+            if self.transfer is not None
+            else None,
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += [
@@ -127,8 +129,15 @@ class EngineSpec:
             for word in (name, value)
         ]
         # On CPU the first request ends an engine of several stages that runs eagerly; traced by Dynamo they work.
-        command += ["-cc", '{"mode":2,"backend":"eager"}'] if self._traced else ["--enforce-eager"]
-        command += ["--enable-logging-iteration-details", "--disable-uvicorn-access-log"]
+        command += (
+            ["-cc", '{"mode":2,"backend":"eager"}']
+            if self._traced
+            else ["--enforce-eager"]
+        )
+        command += [
+            "--enable-logging-iteration-details",
+            "--disable-uvicorn-access-log",
+        ]
         command += ["--enable-expert-parallel"] if self.expert_parallel else []
         return [*command, *self.extra_args]
 
@@ -138,9 +147,9 @@ class EngineSpec:
 
     def shares_gpu_with(self, other: EngineSpec) -> bool:
         """Whether a GPU is used by both."""
-        return self.device == "cuda" == other.device and not set(self.devices).isdisjoint(
-            other.devices
-        )
+        return self.device == "cuda" == other.device and not set(
+            self.devices
+        ).isdisjoint(other.devices)
 
     def environment(self, side_channel_port: int) -> dict[str, str]:
         """Variables that are added to the environment.
@@ -202,9 +211,24 @@ class Router(Server):
         more: Sequence[str] = (),
     ) -> None:
         port, prometheus_port = free_ports(2)
-        command = [str(Path(sys.executable).parent / "vllm-router"), "--vllm-pd-disaggregation"]
-        command += ["--kv-connector", "nixl", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(prometheus_port)]
+        command = [
+            str(Path(sys.executable).parent / "vllm-router"),
+            "--vllm-pd-disaggregation",
+        ]
+        command += [
+            "--kv-connector",
+            "nixl",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
+        command += [
+            "--prometheus-host",
+            "127.0.0.1",
+            "--prometheus-port",
+            str(prometheus_port),
+        ]
         command += [
             "--policy",
             "round_robin",
@@ -216,5 +240,9 @@ class Router(Server):
         command += [part for url in decode for part in ("--decode", url)]
         url = f"http://127.0.0.1:{port}"
         super().__init__(
-            "vllm-router", [*command, *more], url, log_dir / "router.log", {"NO_COLOR": "1"}
+            "vllm-router",
+            [*command, *more],
+            url,
+            log_dir / "router.log",
+            {"NO_COLOR": "1"},
         )

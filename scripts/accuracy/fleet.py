@@ -44,7 +44,9 @@ def plan_fleet(
         settings.prefill_workers
     ] * settings.prefill_instances
     shares = (
-        hand_out_gpus(needs, settings.gpus) if settings.device == "cuda" else hand_out_cores(needs)
+        hand_out_gpus(needs, settings.gpus)
+        if settings.device == "cuda"
+        else hand_out_cores(needs)
     )
     common = EngineSpec(
         name="",
@@ -64,7 +66,9 @@ def plan_fleet(
         failure_policy=settings.failure_policy,
         extra_config=settings.extra_config,
         # As upstream's script: a buffer where the caches are is vLLM's default and is not named.
-        buffer_device=settings.kv_buffer_device if settings.kv_buffer_device != "cuda" else "",
+        buffer_device=settings.kv_buffer_device
+        if settings.kv_buffer_device != "cuda"
+        else "",
     )
     producer = replace(consumer, role="kv_producer")
     decode = replace(

@@ -61,7 +61,9 @@ def judge_router(
         judged.append(checks.judge_hits(cases.sequence, found.seen, blocks[1]))
     judged.append(checks.judge_computed(len(asked), *found.computed))
     lengths = [tokens for one in found.seen.values() for tokens in one.prompts]
-    of_blocks = f"{blocks[0]} → {blocks[1]}" if blocks[0] != blocks[1] else f"{blocks[1]}"
+    of_blocks = (
+        f"{blocks[0]} → {blocks[1]}" if blocks[0] != blocks[1] else f"{blocks[1]}"
+    )
     return judged, {
         "prompts · tokens compared": f"{compared.prompts} · {compared.tokens}",
         "prompt lengths": f"{min(lengths)} … {max(lengths)} tokens, blocks of {of_blocks}",
@@ -69,7 +71,9 @@ def judge_router(
     }
 
 
-def _judge_aborts(expected: Expected, found: ThroughTheRouter, cases: CaseSet, dtype: str) -> Check:
+def _judge_aborts(
+    expected: Expected, found: ThroughTheRouter, cases: CaseSet, dtype: str
+) -> Check:
     """The same prompts are answered rightly after streams that were closed half way."""
     compared = checks.compare(cases.aborted, expected, found.again)
     closed = f"{len(found.came)} streams closed after {', '.join(map(str, found.came))} tokens, then asked again"

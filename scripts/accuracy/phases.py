@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 
 async def _until(
-    look: Callable[[], Awaitable[T]], enough: Callable[[T], bool], timeout_s: float = _SETTLE_S
+    look: Callable[[], Awaitable[T]],
+    enough: Callable[[T], bool],
+    timeout_s: float = _SETTLE_S,
 ) -> T:
     """Look until it is enough, or the time is up; gives what was seen last."""
     deadline_s = time.monotonic() + timeout_s
@@ -44,12 +46,16 @@ class Decoders:
     async def scrape(self) -> Scrape:
         """Counters now."""
         return together(
-            await asyncio.gather(*(asyncio.to_thread(engine.metrics) for engine in self._engines))
+            await asyncio.gather(
+                *(asyncio.to_thread(engine.metrics) for engine in self._engines)
+            )
         )
 
     async def idle(self) -> Scrape:
         """Counters once no request runs or waits."""
-        return await _until(self.scrape, lambda now: not sum(map(now.total, _UNFINISHED)))
+        return await _until(
+            self.scrape, lambda now: not sum(map(now.total, _UNFINISHED))
+        )
 
     async def counted(self, name: str, asking: Awaitable[list[Answer]]) -> list[Answer]:
         """Ask, and note what the counters say of it. They know of an answer a moment after it has come."""
@@ -57,13 +63,16 @@ class Decoders:
         answers = await asking
         good = sum(not answer.error for answer in answers)
         after = await _until(
-            self.scrape, lambda now: (now - before).total("vllm:request_success_total") >= good
+            self.scrape,
+            lambda now: (now - before).total("vllm:request_success_total") >= good,
         )
         difference = after - before
         self.seen[name] = Seen(
             prompts=tuple(answer.prompt_tokens for answer in answers),
             local_tokens=round(
-                difference.total("vllm:prompt_tokens_by_source_total", source="local_cache_hit")
+                difference.total(
+                    "vllm:prompt_tokens_by_source_total", source="local_cache_hit"
+                )
             ),
             nixl_bytes=round(difference.total("vllm:nixl_bytes_transferred_sum")),
             planned_bytes=round(difference.total("vllm:kvferry_planned_bytes_total")),
@@ -75,7 +84,9 @@ class Decoders:
 
         async def so_far() -> tuple[int, int]:
             found = [log.computed() for log in self._logs]
-            return sum(requests for requests, _ in found), sum(tokens for _, tokens in found)
+            return sum(requests for requests, _ in found), sum(
+                tokens for _, tokens in found
+            )
 
         return await _until(so_far, lambda now: now[0] >= at_least)
 
@@ -97,7 +108,11 @@ def tokenize(engine: Engine, sentences: int) -> list[int]:
     with httpx.Client(timeout=60, trust_env=False) as client:
         for start in range(0, len(pieces), 100):
             text = ". ".join(pieces[start : start + 100]) + ". "
-            body = {"model": engine.spec.served_name, "prompt": text, "add_special_tokens": False}
+            body = {
+                "model": engine.spec.served_name,
+                "prompt": text,
+                "add_special_tokens": False,
+            }
             answer = client.post(engine.base_url + "/tokenize", json=body)
             answer.raise_for_status()
             tokens += answer.json()["tokens"]
@@ -133,9 +148,13 @@ async def leases_over(
 
     async def now() -> tuple[int, Mapping[str, float]]:
         found = together(
-            await asyncio.gather(*(asyncio.to_thread(engine.metrics) for engine in engines))
+            await asyncio.gather(
+                *(asyncio.to_thread(engine.metrics) for engine in engines)
+            )
         )
         ways = found.by_label("vllm:kvferry_leases_released_total", "how")
-        return round(found.total("vllm:kvferry_leases_opened_total") - sum(ways.values())), ways
+        return round(
+            found.total("vllm:kvferry_leases_opened_total") - sum(ways.values())
+        ), ways
 
     return await _until(now, lambda seen: seen[0] <= 0, timeout_s)

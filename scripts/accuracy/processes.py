@@ -88,7 +88,9 @@ class Server:
             settings = " ".join(
                 f"{name}={value}" for name, value in sorted(self._environment.items())
             )
-            log.write(f"# {settings}\n# {subprocess.list2cmdline(self._command)}\n".encode())
+            log.write(
+                f"# {settings}\n# {subprocess.list2cmdline(self._command)}\n".encode()
+            )
             log.flush()
             self._process = subprocess.Popen(
                 self._command,
@@ -100,7 +102,10 @@ class Server:
             )
 
     def wait_ready(
-        self, timeout_s: float, path: str = "/health", say: Callable[[str], None] | None = None
+        self,
+        timeout_s: float,
+        path: str = "/health",
+        say: Callable[[str], None] | None = None,
     ) -> None:
         """Wait until `path` answers 200.
 
@@ -116,7 +121,9 @@ class Server:
             while True:
                 if not self.alive:
                     code = self._process.returncode if self._process else None
-                    raise self.failure(f"ended with exit status {code} before it was ready")
+                    raise self.failure(
+                        f"ended with exit status {code} before it was ready"
+                    )
                 with suppress(httpx.TransportError):
                     if client.get(self.base_url + path).status_code == 200:
                         return

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _WHO = "The engineer|My grandmother|A young sailor|The old clockmaker|Our teacher|A quiet baker|The mayor|Her brother"
-_DID = "built|carried|repaired|forgot|painted|discovered|sold|borrowed|described|measured"
+_DID = (
+    "built|carried|repaired|forgot|painted|discovered|sold|borrowed|described|measured"
+)
 _WHAT = "a wooden bridge|the brass telescope|seven letters|an unusual map|the village bell|a boat|two lanterns"
 _WHERE = "beside the river|in the harbour|under the mountain|at the market|near the lighthouse|behind the mill"
 _WHY = "because winter was coming|to win a wager|although nobody asked|before the guests arrived|for the festival"
@@ -140,7 +142,8 @@ def make_cases(
             for number in range(2 * crowd)
         ),
         aborted=tuple(
-            Case(f"abort {number}", cutter.cut(middle + number), stream=True) for number in range(4)
+            Case(f"abort {number}", cutter.cut(middle + number), stream=True)
+            for number in range(4)
         ),
         poisoned=tuple(
             Case(f"poison {number}", cutter.cut(middle + number)) for number in range(4)
@@ -163,8 +166,16 @@ def _shared_prefixes(cutter: Cutter, block: int) -> list[Case]:
         Case("2 blocks and 1 token", (*base, *cutter.cut(1)), hit_blocks=2),
         Case("2 blocks and a tail", (*base, *cutter.cut(block // 3)), hit_blocks=2),
         Case("2 blocks and a block", (*base, *cutter.cut(block)), hit_blocks=2),
-        Case("first block and a tail", (*base[:block], *cutter.cut(block // 2 + 3)), hit_blocks=1),
-        Case("half a block and a tail", (*base[: block // 2], *cutter.cut(block)), hit_blocks=0),
+        Case(
+            "first block and a tail",
+            (*base[:block], *cutter.cut(block // 2 + 3)),
+            hit_blocks=1,
+        ),
+        Case(
+            "half a block and a tail",
+            (*base[: block // 2], *cutter.cut(block)),
+            hit_blocks=0,
+        ),
         Case("block and a half", ragged),
         Case("block and a half again", ragged, hit_blocks=1),
         Case("block and a half, longer", (*ragged, *cutter.cut(block)), hit_blocks=1),
@@ -181,7 +192,13 @@ def _texts() -> list[Case]:
         "Ein kurzer Satz mit Umlauten: über, für, Größe.",
     )
     return [
-        Case(f"text {number}", prompt, max_tokens=12, stream=number % 2 == 1, hit_blocks=None)
+        Case(
+            f"text {number}",
+            prompt,
+            max_tokens=12,
+            stream=number % 2 == 1,
+            hit_blocks=None,
+        )
         for number, prompt in enumerate(prompts)
     ]
 
@@ -209,4 +226,7 @@ def _chats() -> list[Case]:
         ("assistant", "Many people built many things."),
         ("user", "Shorter, please."),
     )
-    return [*cases, Case("chat, second turn", messages=turns, max_tokens=12, hit_blocks=None)]
+    return [
+        *cases,
+        Case("chat, second turn", messages=turns, max_tokens=12, hit_blocks=None),
+    ]

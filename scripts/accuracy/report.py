@@ -25,7 +25,11 @@ class Report:
     @property
     def skipped(self) -> list[str]:
         """The checks that were not tried, each with the reason."""
-        return [f"{check.name} ({check.detail})" for check in self.checks if check.passed is None]
+        return [
+            f"{check.name} ({check.detail})"
+            for check in self.checks
+            if check.passed is None
+        ]
 
     @property
     def passed(self) -> bool:
@@ -37,7 +41,9 @@ class Report:
 
 def show(report: Report, file: TextIO | None = None) -> None:
     """Print the table."""
-    rows = [(check.name, _RESULTS[check.passed], check.detail) for check in report.checks]
+    rows = [
+        (check.name, _RESULTS[check.passed], check.detail) for check in report.checks
+    ]
     show_results(report.title, rows, report.figures, file)
 
 

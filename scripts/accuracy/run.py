@@ -38,7 +38,9 @@ _LEASE_WAIT_S = 45.0
 class Run:
     """One model's run. Everything that it starts is in `stack` and ends with it."""
 
-    def __init__(self, settings: Settings, name: str, log_dir: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, settings: Settings, name: str, log_dir: Path, stack: ExitStack
+    ) -> None:
         self._settings = settings
         self._name = name
         self._log_dir = log_dir
@@ -53,7 +55,9 @@ class Run:
         self._fleet = plan_fleet(
             settings, self._model, os.environ, _SMALL_STEPS if self._streams else ()
         )
-        workers = sum(len(spec.devices) for spec in (*self._fleet.prefill, *self._fleet.decode))
+        workers = sum(
+            len(spec.devices) for spec in (*self._fleet.prefill, *self._fleet.decode)
+        )
         cores = len(os.sched_getaffinity(0))
         if settings.device == "cpu" and workers > cores:
             self._say(
@@ -61,7 +65,9 @@ class Run:
             )
         what = "kvferry" if settings.ferry else "vLLM's own NixlConnector"
         engines = " → ".join(settings.engines)
-        self.report = Report(f"{name} · {settings.dtype} on {settings.device} · {engines} · {what}")
+        self.report = Report(
+            f"{name} · {settings.dtype} on {settings.device} · {engines} · {what}"
+        )
 
     async def go(self) -> Report:
         """All of it.
@@ -77,20 +83,29 @@ class Run:
 
     async def _go(self) -> None:
         # The prefill engines start beside the baseline: they have devices of their own, and starting takes longest.
-        baseline, *prefill = self._start_all([self._fleet.baseline, *self._fleet.prefill])
+        baseline, *prefill = self._start_all(
+            [self._fleet.baseline, *self._fleet.prefill]
+        )
         timeout_s = self._settings.request_timeout_s
         always = {"likeliest": checks.LIKELIEST}
-        async with Client(self._fleet.baseline.served_name, timeout_s, always=always) as client:
+        async with Client(
+            self._fleet.baseline.served_name, timeout_s, always=always
+        ) as client:
             blocks = _block_of(prefill[0]), _block_of(baseline)
             longest = min(1500, self._settings.max_model_len - 500)
             tokens = phases.tokenize(baseline, _SENTENCES)
             # Of a model with states, a prompt of one token is not handed over.
             shortest = 2 if has_states(config_of(self._model)) else 1
-            cases = make_cases(tokens, blocks[1], longest, self._settings.concurrency, shortest)
+            cases = make_cases(
+                tokens, blocks[1], longest, self._settings.concurrency, shortest
+            )
             expected = await self._baseline(client, baseline, cases)
             self._stop(baseline)
             decode = self._start_all(self._fleet.decode)
-            urls = [engine.base_url for engine in prefill], [engine.base_url for engine in decode]
+            urls = (
+                [engine.base_url for engine in prefill],
+                [engine.base_url for engine in decode],
+            )
             router = Router(*urls, self._log_dir, timeout_s)
             self._enter(router)
             router.wait_ready(60)
@@ -100,7 +115,9 @@ class Run:
                 await client.ask(router.base_url, case)
             decoders = phases.Decoders(decode)
             warm = await decoders.scrape()
-            found = await self._through_the_router(client, router.base_url, decoders, cases)
+            found = await self._through_the_router(
+                client, router.base_url, decoders, cases
+            )
             formula = self._formula(blocks, phases.anything_staged(decode))
             judged, self.report.figures = judge_router(
                 expected, found, cases, self._settings, formula, blocks
@@ -115,14 +132,18 @@ class Run:
                 if self._streams:
                     self.report.checks.append(checks.judge_streams(counters))
                 self.report.checks.append(
-                    checks.judge_leases(*await phases.leases_over(prefill, _LEASE_WAIT_S))
+                    checks.judge_leases(
+                        *await phases.leases_over(prefill, _LEASE_WAIT_S)
+                    )
                 )
                 await self._in_turn(client, prefill[0], decode[0], cases, expected)
             await self._poisoned(client, prefill, decode[0], cases, expected)
 
     # Phases.
 
-    async def _baseline(self, client: Client, engine: Engine, cases: CaseSet) -> Expected:
+    async def _baseline(
+        self, client: Client, engine: Engine, cases: CaseSet
+    ) -> Expected:
         url = engine.base_url
         await phases.warm_up(client, [url], cases)
         self._say(
@@ -131,10 +152,18 @@ class Run:
         asked = [*cases.compared, *self._sums]
         answers = await client.ask_all(url, cases.compared, 1)
         answers += await client.ask_all(url, self._sums, self._settings.concurrency)
-        expected = {case.name: answer for case, answer in zip(asked, answers, strict=True)}
-        failed = [f"{name}: {answer.error}" for name, answer in expected.items() if answer.error]
+        expected = {
+            case.name: answer for case, answer in zip(asked, answers, strict=True)
+        }
+        failed = [
+            f"{name}: {answer.error}"
+            for name, answer in expected.items()
+            if answer.error
+        ]
         if failed:
-            raise engine.failure(f"could not answer {len(failed)} prompts itself ({failed[0]})")
+            raise engine.failure(
+                f"could not answer {len(failed)} prompts itself ({failed[0]})"
+            )
         return expected
 
     async def _arithmetic(self, client: Client, url: str, expected: Expected) -> Check:
@@ -159,7 +188,9 @@ class Run:
             answers += await decoders.counted(case.name, client.ask_all(url, [case], 1))
         at_once = self._settings.concurrency
         self._say(f"through the router, {len(cases.crowd)} prompts, {at_once} at once")
-        answers += await decoders.counted("all at once", client.ask_all(url, cases.crowd, at_once))
+        answers += await decoders.counted(
+            "all at once", client.ask_all(url, cases.crowd, at_once)
+        )
         computed = await decoders.computed(len(answers))
         self._say("through the router, clients that leave half way")
         before = await decoders.scrape()
@@ -170,7 +201,12 @@ class Run:
         return ThroughTheRouter(answers, again, came, left, decoders.seen, computed)
 
     async def _in_turn(
-        self, client: Client, prefill: Engine, decode: Engine, cases: CaseSet, expected: Expected
+        self,
+        client: Client,
+        prefill: Engine,
+        decode: Engine,
+        cases: CaseSet,
+        expected: Expected,
     ) -> None:
         """The router sends both legs at once; here the second leaves when the first is answered. A salt of their own
         keeps the prompts out of what the engines have cached."""
@@ -181,7 +217,9 @@ class Run:
         )
         before = await decoders.scrape()
         answers = await decoders.counted("in turn", salted)
-        recomputed = (await decoders.scrape() - before).total("vllm:kvferry_local_recomputes_total")
+        recomputed = (await decoders.scrape() - before).total(
+            "vllm:kvferry_local_recomputes_total"
+        )
         self._check_alive()
         compared = checks.compare(cases.poisoned, expected, answers)
         moved = decoders.seen["in turn"].nixl_bytes
@@ -204,18 +242,24 @@ class Run:
             why = "a model with states offers a prompt after the step that this check overwrites"
             self.report.checks.append(Check(checks.POISON, None, why))
             return
-        self._say("restart the prefill engine with a connector that overwrites its cache")
+        self._say(
+            "restart the prefill engine with a connector that overwrites its cache"
+        )
         for engine in prefill:
             self._stop(engine)
         (poisoner,) = self._start_all([self._fleet.poisoner])
         await phases.warm_up(client, [poisoner.base_url], cases)
         decoders = phases.Decoders([decode])
-        asking = client.hand_over_all(poisoner.base_url, decode.base_url, cases.poisoned)
+        asking = client.hand_over_all(
+            poisoner.base_url, decode.base_url, cases.poisoned
+        )
         answers = await decoders.counted("poisoned", asking)
         self._check_alive()
         moved = decoders.seen["poisoned"].nixl_bytes
         self.report.checks.append(
-            checks.judge_poison(cases.poisoned, expected, answers, moved, self._settings.dtype)
+            checks.judge_poison(
+                cases.poisoned, expected, answers, moved, self._settings.dtype
+            )
         )
 
     def _formula(self, blocks: tuple[int, int], staged: bool) -> Formula | None:
@@ -225,9 +269,12 @@ class Run:
             blocks: tokens in a block of the prefill engines and of the decode engines.
             staged: whether decoders read anything into a staging pool.
         """
-        size = token_size(config_of(self._model), self._settings.decode_tp, self._settings.dtype)
+        size = token_size(
+            config_of(self._model), self._settings.decode_tp, self._settings.dtype
+        )
         if not size or any(
-            argument.startswith("--kv-cache-dtype") for argument in self._settings.extra_args
+            argument.startswith("--kv-cache-dtype")
+            for argument in self._settings.extra_args
         ):
             return None
         return Formula(math.gcd(*blocks), *size, staged)

@@ -42,16 +42,18 @@ def questions(count: int = QUESTIONS, seed: int = 14) -> list[Question]:
         low, high = ((1, 9), (11, 89))[len(found) % 2]
         pair = rng.randint(low, high), rng.randint(low, high)
         found[pair] = Question(
-            f"What is {pair[0]} + {pair[1]}?", f"{pair[0]} + {pair[1]} = {sum(pair)}", sum(pair)
+            f"What is {pair[0]} + {pair[1]}?",
+            f"{pair[0]} + {pair[1]} = {sum(pair)}",
+            sum(pair),
         )
     return list(found.values())
 
 
 def cases(asked: Sequence[Question]) -> list[Case]:
     """One prompt a question, all with the same examples, none of which is asked."""
-    examples = [one for one in questions(_EXAMPLES + len(asked), seed=5) if one not in asked][
-        :_EXAMPLES
-    ]
+    examples = [
+        one for one in questions(_EXAMPLES + len(asked), seed=5) if one not in asked
+    ][:_EXAMPLES]
     shots = "".join(
         f"{_NEXT_QUESTION} {one.text}\nAnswer: {one.worked}\n#### {one.result}\n\n"
         for one in examples
@@ -75,5 +77,6 @@ def final_number(text: str) -> int | None:
 def right(asked: Sequence[Question], answers: Sequence[Answer]) -> int:
     """How many answers are right."""
     return sum(
-        final_number(answer.text) == one.result for one, answer in zip(asked, answers, strict=True)
+        final_number(answer.text) == one.result
+        for one, answer in zip(asked, answers, strict=True)
     )

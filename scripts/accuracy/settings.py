@@ -36,7 +36,13 @@ _LAYOUTS = ("", "HND", "NHD", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLN
 """Of vLLM's VLLM_KV_CACHE_LAYOUT: L layers, B blocks, H heads, N tokens, C the bytes of a token and head. HND is LBHNC,
 NHD is LBNHC."""
 _CPU_LAYOUTS = ("", "HND", "LBHNC")
-_CROSS_LAYERS = {"NHD": "BLNHC", "LBNHC": "BLNHC", "": "BLHNC", "HND": "BLHNC", "LBHNC": "BLHNC"}
+_CROSS_LAYERS = {
+    "NHD": "BLNHC",
+    "LBNHC": "BLNHC",
+    "": "BLHNC",
+    "HND": "BLHNC",
+    "LBHNC": "BLHNC",
+}
 """The layout with all layers of a block side by side, instead of each that has a layer's blocks side by side."""
 _MOST_MEMORY = 0.9
 """Share of a GPU's memory for all engines on it; the rest is for their CUDA contexts."""
@@ -74,15 +80,23 @@ class Variable:
             raise BadSetting.of(self.name, text, str(invalid)) from None
 
 
-def _theirs(name: str, default: str, doc: str, parse: Callable[[str], Any] = str) -> Any:
-    return field(metadata={"variable": Variable(name, default, doc, parse, upstream=True)})
+def _theirs(
+    name: str, default: str, doc: str, parse: Callable[[str], Any] = str
+) -> Any:
+    return field(
+        metadata={"variable": Variable(name, default, doc, parse, upstream=True)}
+    )
 
 
 def _ours(name: str, default: str, doc: str, parse: Callable[[str], Any] = str) -> Any:
-    return field(metadata={"variable": Variable(name, default, doc, parse, upstream=False)})
+    return field(
+        metadata={"variable": Variable(name, default, doc, parse, upstream=False)}
+    )
 
 
-def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
+def _number(
+    kind: type[int] | type[float], low: float, high: float
+) -> Callable[[str], float]:
     valid = f"a {'whole ' if kind is int else ''}number from {low} to {high}"
 
     def parse(text: str) -> float:
@@ -100,7 +114,9 @@ def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
-            raise ValueError(f"one of {', '.join(choice or 'empty' for choice in choices)}")
+            raise ValueError(
+                f"one of {', '.join(choice or 'empty' for choice in choices)}"
+            )
         return text
 
     return parse
@@ -156,8 +172,12 @@ class Settings:
         f"models: names on a hub, folders; random: {', '.join((*TINY_MODELS, *SMALL_MODELS))}",
         _names,
     )
-    prefill_instances: int = _theirs("NUM_PREFILL_INSTANCES", "1", "prefill engines", _sizes)
-    decode_instances: int = _theirs("NUM_DECODE_INSTANCES", "1", "decode engines", _sizes)
+    prefill_instances: int = _theirs(
+        "NUM_PREFILL_INSTANCES", "1", "prefill engines", _sizes
+    )
+    decode_instances: int = _theirs(
+        "NUM_DECODE_INSTANCES", "1", "decode engines", _sizes
+    )
     prefill_tp: int = _theirs(
         "PREFILLER_TP_SIZE", "1", "tensor parallel size of each prefill engine", _sizes
     )
@@ -165,13 +185,22 @@ class Settings:
         "DECODER_TP_SIZE", "1", "tensor parallel size of each decode engine", _sizes
     )
     prefill_block_size: int | None = _theirs(
-        "PREFILL_BLOCK_SIZE", "auto", "tokens in a block of the prefill engines", _block_size
+        "PREFILL_BLOCK_SIZE",
+        "auto",
+        "tokens in a block of the prefill engines",
+        _block_size,
     )
     decode_block_size: int | None = _theirs(
-        "DECODE_BLOCK_SIZE", "auto", "tokens in a block of the decode engines", _block_size
+        "DECODE_BLOCK_SIZE",
+        "auto",
+        "tokens in a block of the decode engines",
+        _block_size,
     )
     gpu_memory_utilization: float = _theirs(
-        "GPU_MEMORY_UTILIZATION", "0.2", "share of each GPU's memory", _number(float, 0.01, 1)
+        "GPU_MEMORY_UTILIZATION",
+        "0.2",
+        "share of each GPU's memory",
+        _number(float, 0.01, 1),
     )
     decode_layout: str = _theirs(
         "DECODER_KV_LAYOUT",
@@ -214,7 +243,9 @@ class Settings:
     prefill_pp: int = _ours(
         "PREFILLER_PP_SIZE", "1", "pipeline stages of each prefill engine", _sizes
     )
-    decode_pp: int = _ours("DECODER_PP_SIZE", "1", "pipeline stages of each decode engine", _sizes)
+    decode_pp: int = _ours(
+        "DECODER_PP_SIZE", "1", "pipeline stages of each decode engine", _sizes
+    )
     device: str = _ours(
         "KVFERRY_DEVICE",
         "auto",
@@ -234,16 +265,28 @@ class Settings:
         _one_of("recompute", "fail"),
     )
     extra_config: Mapping[str, Any] = _ours(
-        "KV_CONNECTOR_EXTRA_CONFIG", "{}", "kv_connector_extra_config, as JSON", _json_object
+        "KV_CONNECTOR_EXTRA_CONFIG",
+        "{}",
+        "kv_connector_extra_config, as JSON",
+        _json_object,
     )
     max_model_len: int = _ours(
-        "MAX_MODEL_LEN", "2048", "tokens of the longest request", _number(int, 1024, 1 << 20)
+        "MAX_MODEL_LEN",
+        "2048",
+        "tokens of the longest request",
+        _number(int, 1024, 1 << 20),
     )
     cpu_cache_gib: int = _ours(
-        "CPU_KVCACHE_GIB", "1", "whole GiB of KV cache of an engine on CPU", _number(int, 1, 1024)
+        "CPU_KVCACHE_GIB",
+        "1",
+        "whole GiB of KV cache of an engine on CPU",
+        _number(int, 1, 1024),
     )
     concurrency: int = _ours(
-        "CONCURRENCY", "8", "requests at once in the concurrent part", _number(int, 2, 256)
+        "CONCURRENCY",
+        "8",
+        "requests at once in the concurrent part",
+        _number(int, 2, 256),
     )
     start_timeout_s: float = _ours(
         "START_TIMEOUT_S",
@@ -252,11 +295,22 @@ class Settings:
         _number(float, 10, 7200),
     )
     request_timeout_s: float = _ours(
-        "REQUEST_TIMEOUT_S", "120", "seconds that a request may take", _number(float, 5, 3600)
+        "REQUEST_TIMEOUT_S",
+        "120",
+        "seconds that a request may take",
+        _number(float, 5, 3600),
     )
-    log_dir: Path = _ours("LOG_DIR", "logs", "where each run makes its folder of logs", _path)  # noqa: RUF009
+    log_dir: Path = _ours(  # noqa: RUF009
+        "LOG_DIR",
+        "logs",
+        "where each run makes its folder of logs",
+        _path,
+    )
     cache_dir: Path = _ours(  # noqa: RUF009
-        "KVFERRY_CACHE_DIR", "~/.cache/kvferry", "where the converted default model is kept", _path
+        "KVFERRY_CACHE_DIR",
+        "~/.cache/kvferry",
+        "where the converted default model is kept",
+        _path,
     )
     connector_module: str = _ours(
         "KV_CONNECTOR_MODULE",
@@ -304,11 +358,16 @@ class Settings:
             f"{name} × {ranks}{f' × PP {stages}' if stages > 1 else ''}"
             for name, ranks, stages in sides
         ]
-        return f"{self.prefill_instances} {texts[0]}", f"{self.decode_instances} {texts[1]}"
+        return (
+            f"{self.prefill_instances} {texts[0]}",
+            f"{self.decode_instances} {texts[1]}",
+        )
 
 
 VARIABLES: dict[str, Variable] = {
-    each.name: each.metadata["variable"] for each in fields(Settings) if "variable" in each.metadata
+    each.name: each.metadata["variable"]
+    for each in fields(Settings)
+    if "variable" in each.metadata
 }
 """By the name of the field."""
 
@@ -329,7 +388,9 @@ def read_settings(environment: Mapping[str, str], gpus: int | None = None) -> Se
     if settings.device == "auto":
         settings = replace(settings, device="cuda" if found else "cpu")
     if settings.dtype == "auto":
-        settings = replace(settings, dtype="float32" if settings.device == "cpu" else "bfloat16")
+        settings = replace(
+            settings, dtype="float32" if settings.device == "cpu" else "bfloat16"
+        )
     if settings.cross_layers and settings.device == "cuda":
         decode = _CROSS_LAYERS.get(settings.decode_layout, settings.decode_layout)
         prefill = _CROSS_LAYERS.get(settings.prefill_layout, settings.prefill_layout)
@@ -350,13 +411,15 @@ def read_settings(environment: Mapping[str, str], gpus: int | None = None) -> Se
 def _check_models(settings: Settings) -> None:
     """What of a model is known before anything is installed: those made here, and folders."""
     for name in settings.models:
-        heads = ATTENTION_HEADS.get(name) or _config_in(ROOT / Path(name).expanduser()).get(
-            "num_attention_heads"
-        )
+        heads = ATTENTION_HEADS.get(name) or _config_in(
+            ROOT / Path(name).expanduser()
+        ).get("num_attention_heads")
         check_heads(name, heads, settings)
         if settings.dp_ep and name in _WITHOUT_EXPERTS:
             raise BadSetting.of(
-                "MODEL_NAMES", name, f"a model with experts for DP_EP, for instance {_WITH_EXPERTS}"
+                "MODEL_NAMES",
+                name,
+                f"a model with experts for DP_EP, for instance {_WITH_EXPERTS}",
             )
 
 
@@ -366,7 +429,10 @@ def check_heads(name: str, heads: int | None, settings: Settings) -> None:
     Raises:
         BadSetting: one does not.
     """
-    sizes = {"PREFILLER_TP_SIZE": settings.prefill_tp, "DECODER_TP_SIZE": settings.decode_tp}
+    sizes = {
+        "PREFILLER_TP_SIZE": settings.prefill_tp,
+        "DECODER_TP_SIZE": settings.decode_tp,
+    }
     for variable, size in sizes.items():
         if heads and heads % size:
             more = (
@@ -375,7 +441,9 @@ def check_heads(name: str, heads: int | None, settings: Settings) -> None:
                 else ""
             )
             raise BadSetting.of(
-                variable, str(size), f"a divisor of {heads}, the attention heads of {name}{more}"
+                variable,
+                str(size),
+                f"a divisor of {heads}, the attention heads of {name}{more}",
             )
 
 
@@ -398,7 +466,9 @@ def _check_cpu(settings: Settings) -> None:
             raise BadSetting.of(f"{name}_KV_LAYOUT", layout, valid)
     if settings.kv_buffer_device == "cuda":
         raise BadSetting.of(
-            "KV_BUFFER_DEVICE", "cuda", "cpu or empty on CPU, where all caches are in host memory"
+            "KV_BUFFER_DEVICE",
+            "cuda",
+            "cpu or empty on CPU, where all caches are in host memory",
         )
 
 
@@ -421,11 +491,11 @@ def _check_gpus(settings: Settings) -> None:
     users = Counter(chain.from_iterable(shares))
     most, number = users.most_common(1)[0]
     if number > 1 and number * settings.gpu_memory_utilization > _MOST_MEMORY:
-        share = (
-            f"at most {_MOST_MEMORY / number:.2g}: {number} engines share GPU {most} ({engines}; "
-        )
+        share = f"at most {_MOST_MEMORY / number:.2g}: {number} engines share GPU {most} ({engines}; "
         share += f"{len(set(settings.gpus))} GPUs)"
-        raise BadSetting.of("GPU_MEMORY_UTILIZATION", f"{settings.gpu_memory_utilization:g}", share)
+        raise BadSetting.of(
+            "GPU_MEMORY_UTILIZATION", f"{settings.gpu_memory_utilization:g}", share
+        )
 
 
 def notes(settings: Settings, environment: Mapping[str, str]) -> list[str]:
@@ -440,7 +510,9 @@ def notes(settings: Settings, environment: Mapping[str, str]) -> list[str]:
             f"{ATTENTION_HEADS[DEFAULT_MODEL]} attention heads, which the tensor parallel sizes do not divide"
         )
     if settings.cross_layers and settings.device == "cpu":
-        said.append("--enable-cross-layers changes nothing on CPU, whose attention has one layout")
+        said.append(
+            "--enable-cross-layers changes nothing on CPU, whose attention has one layout"
+        )
     workers = settings.decode_instances * settings.decode_workers
     workers += settings.prefill_instances * settings.prefill_workers
     if settings.gpus and workers > len(settings.gpus):
@@ -453,7 +525,10 @@ def notes(settings: Settings, environment: Mapping[str, str]) -> list[str]:
 def help_text() -> str:
     """The table for `--help`."""
     lines: list[str] = []
-    for upstream, title in ((True, "As in vLLM's own script of this name:"), (False, "Here only:")):
+    for upstream, title in (
+        (True, "As in vLLM's own script of this name:"),
+        (False, "Here only:"),
+    ):
         lines.append(title)
         for variable in VARIABLES.values():
             if variable.upstream is upstream:

@@ -34,7 +34,14 @@ from scripts.gpu_bundle.packages import (
     read_present,
     unzip,
 )
-from scripts.gpu_bundle.pieces import MIB, SMALLEST_LIMIT, Archive, BadLimit, pack, write_bundle
+from scripts.gpu_bundle.pieces import (
+    MIB,
+    SMALLEST_LIMIT,
+    Archive,
+    BadLimit,
+    pack,
+    write_bundle,
+)
 from scripts.gpu_bundle.slim import NoReadelf, slim_nixl
 
 HERE = Path(__file__).resolve().parent
@@ -96,7 +103,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress = Progress()
     try:
         build(options, progress.say)
-    except (BundleError, PackagesError, NotUnderstood, NoReadelf, BadSetting, BadLimit) as error:
+    except (
+        BundleError,
+        PackagesError,
+        NotUnderstood,
+        NoReadelf,
+        BadSetting,
+        BadLimit,
+    ) as error:
         print(f"the bundle was not made: {error}", file=sys.stderr)
         return 1
     return 0
@@ -108,12 +122,21 @@ def _parser() -> argparse.ArgumentParser:
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("destination", metavar="DEST", type=Path, help="a folder for the bundle")
     parser.add_argument(
-        "--limit-mib", type=float, default=57.0, metavar="MIB", help="of one delivery (default 57)"
+        "destination", metavar="DEST", type=Path, help="a folder for the bundle"
     )
     parser.add_argument(
-        "--python", default="3.12", metavar="X.Y", help="the Python over there (default 3.12)"
+        "--limit-mib",
+        type=float,
+        default=57.0,
+        metavar="MIB",
+        help="of one delivery (default 57)",
+    )
+    parser.add_argument(
+        "--python",
+        default="3.12",
+        metavar="X.Y",
+        help="the Python over there (default 3.12)",
     )
     parser.add_argument(
         "--present",
@@ -162,7 +185,9 @@ def _options(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> Opt
     if not re.fullmatch(r"3\.\d{1,2}", chosen.python) or int(chosen.python[2:]) < 10:
         parser.error(f"--python {chosen.python}: expected 3.10 or newer, such as 3.12")
     if chosen.limit_mib * MIB < SMALLEST_LIMIT:
-        parser.error(f"--limit-mib {chosen.limit_mib:g}: expected at least {SMALLEST_LIMIT // MIB}")
+        parser.error(
+            f"--limit-mib {chosen.limit_mib:g}: expected at least {SMALLEST_LIMIT // MIB}"
+        )
     present = {}
     if chosen.present is not None:
         try:
@@ -202,10 +227,16 @@ def build(options: Options, say: Callable[[str], None]) -> None:
         "weights": options.weights,
         "present": sorted(options.present),
     }
-    sizes = write_bundle(archives, options.destination, options.limit_bytes, HERE, about)
+    sizes = write_bundle(
+        archives, options.destination, options.limit_bytes, HERE, about
+    )
     for number, size in enumerate(sizes, 1):
-        say(f"{options.destination / str(number)}: {size / MIB:.1f} MiB with the files beside it")
-    say("deliver each folder with the three files beside it, and call run.sh (docs/gpu-check.md)")
+        say(
+            f"{options.destination / str(number)}: {size / MIB:.1f} MiB with the files beside it"
+        )
+    say(
+        "deliver each folder with the three files beside it, and call run.sh (docs/gpu-check.md)"
+    )
 
 
 def _wheels(options: Options) -> list[Wheel]:
@@ -215,7 +246,9 @@ def _wheels(options: Options) -> list[Wheel]:
     roots = {name: testing[name] for name in _TESTING}
     wanted = lacking({**roots, **runtime}, options.present)
     folder = options.work / f"wheels-{options.python}"
-    return collect(wanted, {**testing, **runtime}, options.present, options.python, folder)
+    return collect(
+        wanted, {**testing, **runtime}, options.present, options.python, folder
+    )
 
 
 def _lock(name: str, environment: dict[str, str]) -> dict[str, Pin]:
@@ -244,12 +277,23 @@ class _Packer:
             fill = self._module_filler(vllm, module)
             tasks.append((name, "site", fill, [vllm.name, pruned]))
         names = [path.name for path in rest]  # with their Python
-        tasks.append(("packages", "site", lambda folder: _unzip_packages(rest, folder), names))
+        tasks.append(
+            ("packages", "site", lambda folder: _unzip_packages(rest, folder), names)
+        )
         gguf = packaged_gguf(DEFAULT_MODEL)
         weights = self._options.weights
         model = [gguf.name, str(weights)]
-        tasks.append(("model", "site", lambda folder: _put_model(gguf, folder, weights), model))
-        tasks.append(("kvferry-wheel", "site", lambda folder: _put_wheel(folder, commit), [commit]))
+        tasks.append(
+            ("model", "site", lambda folder: _put_model(gguf, folder, weights), model)
+        )
+        tasks.append(
+            (
+                "kvferry-wheel",
+                "site",
+                lambda folder: _put_wheel(folder, commit),
+                [commit],
+            )
+        )
         tasks.append(
             (
                 "kvferry",
@@ -348,7 +392,9 @@ def _put_wheel(folder: Path, commit: str) -> None:
         command += ["--wheel-dir", temporary, str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise BundleError(f"kvferry's wheel cannot be built:\n{done.stderr[-3000:]}")
+            raise BundleError(
+                f"kvferry's wheel cannot be built:\n{done.stderr[-3000:]}"
+            )
         (wheel,) = Path(temporary).glob("*.whl")
         unzip(wheel, folder)
 

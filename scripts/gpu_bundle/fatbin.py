@@ -104,7 +104,11 @@ def _images(library: bytes, start: int, end: int) -> Iterator[Image]:
     while at + _SMALLEST_IMAGE_HEADER <= end:
         kind, _, header_size, size = _IMAGE.unpack_from(library, at)
         image_end = at + header_size + size
-        if kind not in (PTX, ELF) or header_size < _SMALLEST_IMAGE_HEADER or image_end > end:
+        if (
+            kind not in (PTX, ELF)
+            or header_size < _SMALLEST_IMAGE_HEADER
+            or image_end > end
+        ):
             raise NotUnderstood(
                 f"at byte {at} is no image of device code: kind {kind}, header of {header_size} bytes, {size} bytes"
             )
@@ -117,7 +121,9 @@ def usable(images: Sequence[Image], sm: int) -> list[Image]:
     """What a GPU of this architecture runs: its own machine code, else the newest of an older one with the same first
     digit, else the newest PTX that is not newer than the GPU."""
     codes = [image for image in images if image.kind == ELF]
-    same_family = [image.sm for image in codes if image.sm // 10 == sm // 10 and image.sm <= sm]
+    same_family = [
+        image.sm for image in codes if image.sm // 10 == sm // 10 and image.sm <= sm
+    ]
     if same_family:
         # sm_90 and sm_90a have the same number, and a kernel may need either.
         return [image for image in codes if image.sm == max(same_family)]
@@ -168,7 +174,9 @@ def main(files: Sequence[str]) -> None:
         for sm, kind in sorted(images):
             name = "PTX" if kind == PTX else "machine code"
             count = images[sm, kind]
-            print(f"  sm_{sm} {name}: {count} images, {sizes[sm, kind] / 2**20:.1f} MiB")
+            print(
+                f"  sm_{sm} {name}: {count} images, {sizes[sm, kind] / 2**20:.1f} MiB"
+            )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ LEFT_OUT: Mapping[str, str] = {
         "kernels of other backends than the check's, or what only these need: 1 GB",
     ),
     **dict.fromkeys(("fastsafetensors", "instanttensor"), "other loaders of weights"),
-    **dict.fromkeys(("nccl-extensions", "nccl4py"), "for several GPUs, with the machine's NCCL"),
+    **dict.fromkeys(
+        ("nccl-extensions", "nccl4py"), "for several GPUs, with the machine's NCCL"
+    ),
     "pynvvideocodec": "videos",
     "nixl-cu12": "NIXL for CUDA 12; vLLM's wheel is for CUDA 13",
     **dict.fromkeys(
@@ -171,7 +173,9 @@ def unmet(
     for wheel in carried.values():
         for requirement in wheel.requires:
             name = canonicalize_name(requirement.name)
-            if requirement.marker and not requirement.marker.evaluate(dict(environment)):
+            if requirement.marker and not requirement.marker.evaluate(
+                dict(environment)
+            ):
                 continue
             if is_with_torch(name) or name in LEFT_OUT or name in carried:
                 continue
@@ -184,7 +188,9 @@ def unmet(
 
 def _accepts(requirement: Requirement, version: str) -> bool:
     try:
-        return not version or requirement.specifier.contains(Version(version), prereleases=True)
+        return not version or requirement.specifier.contains(
+            Version(version), prereleases=True
+        )
     except InvalidVersion:
         return True  # a build of somebody's own; vLLM will tell
 
@@ -211,7 +217,11 @@ def collect(
         missing = unmet(wheels, present, environment)
         if not missing:
             return wheels
-        unknown = [line for name in sorted(missing.keys() - pins.keys()) for line in missing[name]]
+        unknown = [
+            line
+            for name in sorted(missing.keys() - pins.keys())
+            for line in missing[name]
+        ]
         if unknown:
             raise PackagesError(
                 "the lock does not have all that its packages need; write it anew (`just lock`):\n"
@@ -257,13 +267,25 @@ def _download(pins: Sequence[Pin], python: str, folder: Path) -> None:
     requirements.write_text("".join(text))
     # pip's own choice where none is configured, and its own words where it fails.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary=:all:", "--require-hashes", "--disable-pip-version-check"]
-    command += [*target_options(python), "--dest", str(folder), "--requirement", str(requirements)]
+    command += [
+        "--only-binary=:all:",
+        "--require-hashes",
+        "--disable-pip-version-check",
+    ]
+    command += [
+        *target_options(python),
+        "--dest",
+        str(folder),
+        "--requirement",
+        str(requirements),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PackagesError(
             f"pip could not download the wheels for Python {python} (pip's configuration says from where):\n"
-            + "\n".join(line for line in done.stderr.splitlines() if "WARNING" not in line)[-3000:]
+            + "\n".join(
+                line for line in done.stderr.splitlines() if "WARNING" not in line
+            )[-3000:]
         )
 
 
@@ -295,7 +317,9 @@ def read_wheel(path: Path) -> Wheel:
     """A wheel's name and requirements. What cannot be read as a requirement is left to whoever imports it."""
     with zipfile.ZipFile(path) as archive:
         (metadata,) = (
-            name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)
+            name
+            for name in archive.namelist()
+            if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)
         )
         headers = HeaderParser().parsestr(archive.read(metadata).decode())
     requires = tuple(_requirements(headers.get_all("Requires-Dist") or ()))
@@ -310,7 +334,9 @@ def _requirements(lines: Iterable[str]) -> Iterator[Requirement]:
             continue
 
 
-def unzip(wheel: Path, folder: Path, wanted: Callable[[str], bool] = lambda _name: True) -> None:
+def unzip(
+    wheel: Path, folder: Path, wanted: Callable[[str], bool] = lambda _name: True
+) -> None:
     """Put a wheel's modules into `folder`, as an installation does; its programs and data are left.
 
     Raises:
@@ -326,7 +352,9 @@ def unzip(wheel: Path, folder: Path, wanted: Callable[[str], bool] = lambda _nam
                     continue
                 parts = parts[2:]
             if ".." in parts or Path(member.filename).is_absolute():
-                raise PackagesError(f"{wheel.name} has a file outside itself: {member.filename}")
+                raise PackagesError(
+                    f"{wheel.name} has a file outside itself: {member.filename}"
+                )
             target = folder.joinpath(*parts)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(archive.read(member))

@@ -72,7 +72,10 @@ def main(arguments: Sequence[str]) -> int:
         print(f"cannot be used: {error}", file=sys.stderr)
         return UNUSABLE
     except OSError as error:
-        print(f"cannot be used: {error}; look at the space and the rights there", file=sys.stderr)
+        print(
+            f"cannot be used: {error}; look at the space and the rights there",
+            file=sys.stderr,
+        )
         return UNUSABLE
     return READY
 
@@ -92,7 +95,9 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
             f"{path} is not a bundle's manifest ({error}); deliver it, run.sh and unpack.py with every folder"
         ) from error
     if schema != _SCHEMA:
-        raise Unusable(f"{path} has schema {schema}, unpack.py knows {_SCHEMA}; deliver both anew")
+        raise Unusable(
+            f"{path} has schema {schema}, unpack.py knows {_SCHEMA}; deliver both anew"
+        )
     return manifest
 
 
@@ -118,7 +123,9 @@ def check_here(manifest: dict[str, Any]) -> None:
         )
 
 
-def receive(bundle: Path, home: Path, manifest: dict[str, Any], say: Callable[[str], None]) -> None:
+def receive(
+    bundle: Path, home: Path, manifest: dict[str, Any], say: Callable[[str], None]
+) -> None:
     """Take in the pieces that were delivered, and keep them.
 
     Raises:
@@ -152,7 +159,9 @@ def receive(bundle: Path, home: Path, manifest: dict[str, Any], say: Callable[[s
         say(f"took in {taken} pieces, SHA-256 as expected")
     if missing:
         names = ", ".join(sorted(missing, key=int))
-        raise Incomplete(f"not delivered yet: folder {names}; deliver it and run this again")
+        raise Incomplete(
+            f"not delivered yet: folder {names}; deliver it and run this again"
+        )
 
 
 def unpack(home: Path, manifest: dict[str, Any], say: Callable[[str], None]) -> bool:
@@ -235,10 +244,19 @@ def make_environment(home: Path) -> None:
         Unusable: this Python has no module venv.
     """
     environment = home / "env"
-    command = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(environment)]
+    command = [
+        sys.executable,
+        "-m",
+        "venv",
+        "--clear",
+        "--without-pip",
+        str(environment),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Unusable(f"{' '.join(command)} failed: {done.stdout}{done.stderr}".strip())
+        raise Unusable(
+            f"{' '.join(command)} failed: {done.stdout}{done.stderr}".strip()
+        )
     (packages,) = environment.glob("lib/python*/site-packages")
     folders = site.getsitepackages()
     if site.ENABLE_USER_SITE:

@@ -44,10 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a quarter of an hour: fewer parts, smaller amounts"
+        "--quick",
+        action="store_true",
+        help="a quarter of an hour: fewer parts, smaller amounts",
     )
     parser.add_argument(
-        "--only", action="append", default=[], metavar="PART", help="parts that begin so; repeat it"
+        "--only",
+        action="append",
+        default=[],
+        metavar="PART",
+        help="parts that begin so; repeat it",
     )
     parser.add_argument(
         "--model",
@@ -72,21 +78,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="say what would run here, and what not and why; then stop",
     )
     parser.add_argument(
-        "--check", action="store_true", help="check the options and print the device, then stop"
+        "--check",
+        action="store_true",
+        help="check the options and print the device, then stop",
     )
     chosen = parser.parse_args(arguments)
     if chosen.limit_s is not None and not chosen.limit_s > 0:
         parser.error(f"--limit-s {chosen.limit_s:g}: expected more than 0")
     try:
-        device, log_dir = (VARIABLES[name].read(os.environ) for name in ("device", "log_dir"))
+        device, log_dir = (
+            VARIABLES[name].read(os.environ) for name in ("device", "log_dir")
+        )
     except BadSetting as error:
         parser.error(str(error))
     if device != "cpu" and not visible_gpus(os.environ):
-        parser.error("no GPU was found by nvidia-smi; KVFERRY_DEVICE=cpu puts the CPU in its place")
+        parser.error(
+            "no GPU was found by nvidia-smi; KVFERRY_DEVICE=cpu puts the CPU in its place"
+        )
     device = "cuda" if device == "auto" else device
     gpus = find_gpus(device, os.environ)
     parts = parts_for(
-        device, quick=chosen.quick, models=chosen.model, random_models=chosen.random_models
+        device,
+        quick=chosen.quick,
+        models=chosen.model,
+        random_models=chosen.random_models,
     )
     planned = plan(parts, gpus, quick=chosen.quick, only=chosen.only)
     if not planned:
@@ -140,7 +155,9 @@ def _run(
                 progress.say(f"  {name}, for {elapsed_s:.0f} s: {last_line[:90]}")
 
         try:
-            done.append(run_part(one, device, folder / f"{number:02}", on_progress, left_s))
+            done.append(
+                run_part(one, device, folder / f"{number:02}", on_progress, left_s)
+            )
         except KeyboardInterrupt:
             stopped = True
             done.append(Done(name, "skipped", "stopped while it ran"))
@@ -148,7 +165,10 @@ def _run(
         except Exception as error:  # noqa: BLE001 - shown; the parts after it go on
             done.append(
                 Done(
-                    name, "FAILED", f"the check itself failed: {error!r}", command=one.part.command
+                    name,
+                    "FAILED",
+                    f"the check itself failed: {error!r}",
+                    command=one.part.command,
                 )
             )
         progress.say(f"  {done[-1].mark}: {done[-1].found}")
@@ -156,7 +176,8 @@ def _run(
     report = report_of(done, gpus, device, quick=quick)
     _write(report, folder)
     show_results(
-        "GPU check", [(part["name"], part["mark"], part["found"]) for part in report["parts"]]
+        "GPU check",
+        [(part["name"], part["mark"], part["found"]) for part in report["parts"]],
     )
     word = "passed" if report["passed"] else "FAILED"
     print(
@@ -171,7 +192,9 @@ def _run(
 def _write(report: dict[str, Any], folder: Path) -> None:
     """Write it after every part: hours of a machine must not be lost with the last one."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    (folder / "report.json").write_text(
+        json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+    )
     (folder / "report.md").write_text(markdown_of(report))
 
 
@@ -245,7 +268,9 @@ def markdown_of(report: dict[str, Any]) -> str:
         f"- {', '.join(f'{name} {version}' for name, version in report['versions'].items())}",
         *(f"- not as vLLM pins it: {line}" for line in report["not_as_pinned"]),
         "",
-        markdown.table("part | result | found | MiB in use before, most, after | s", rows),
+        markdown.table(
+            "part | result | found | MiB in use before, most, after | s", rows
+        ),
     ]
     for part in report["parts"]:
         if part["mark"] != "skipped":

@@ -43,7 +43,9 @@ def cases(*, quick: bool) -> Iterator[tuple[str, str, str]]:
         mla = model == "small-mla"
         for cache in ("auto",) if quick else ("auto", "fp8"):
             for backend in (
-                ["CPU_MLA" if mla else "CPU_ATTN"] if platform.is_cpu() else _considered(mla, cache)
+                ["CPU_MLA" if mla else "CPU_ATTN"]
+                if platform.is_cpu()
+                else _considered(mla, cache)
             ):
                 if not any(word in backend for word in _LEFT_OUT):
                     yield model, backend, cache
@@ -61,11 +63,15 @@ def _considered(mla: bool, cache: Any) -> list[str]:
         block_size=None,
         use_mla=mla,
     )
-    valid, refused = platform.get_valid_backends(platform.get_device_capability(), config, 16)
+    valid, refused = platform.get_valid_backends(
+        platform.get_device_capability(), config, 16
+    )
     return [one.backend.name for one in valid] + [one.name for one in refused]
 
 
-def probe(model: str, backend: str, cache: str, device: str, folder: Path) -> tuple[str, str]:
+def probe(
+    model: str, backend: str, cache: str, device: str, folder: Path
+) -> tuple[str, str]:
     """What became of an engine: `recognised`, `moved whole`, `stopped by kvferry` or `not started by vLLM`; and what
     was found in its cache, or the error."""
     description = folder / f"{backend}-{cache}.json"
@@ -77,7 +83,9 @@ def probe(model: str, backend: str, cache: str, device: str, folder: Path) -> tu
         "--num-gpu-blocks-override",
         "64",
     ]
-    if device == "cuda":  # not by vLLM's look at free memory, of which a shared GPU may have little
+    if (
+        device == "cuda"
+    ):  # not by vLLM's look at free memory, of which a shared GPU may have little
         arguments += ["--kv-cache-memory-bytes", str(1 << 30)]
     spec = EngineSpec(
         name=f"{backend}-{cache}",
@@ -88,16 +96,24 @@ def probe(model: str, backend: str, cache: str, device: str, folder: Path) -> tu
         max_model_len=512,
         max_num_seqs=4,
         gpu_memory_utilization=0.05,
-        transfer=Transfer("kv_both", extra_config={"description_file": str(description)}),
+        transfer=Transfer(
+            "kv_both", extra_config={"description_file": str(description)}
+        ),
         extra_args=(*arguments, "--hf-overrides", json.dumps(_OVERRIDES[model])),
     )
     if error := _start(spec, folder):
         alone = replace(spec, name=f"{spec.name}-alone", transfer=None)
-        return "not started by vLLM" if _start(alone, folder) else "stopped by kvferry", error
+        return "not started by vLLM" if _start(
+            alone, folder
+        ) else "stopped by kvferry", error
     (worker,) = json.loads(description.read_text())["workers"]
     kinds = dict.fromkeys(one["kind"] for one in worker["tensors"])
-    formats = dict.fromkeys(" ".join(map(str, one["format"].values())) for one in worker["tensors"])
-    result = "recognised" if kinds and kinds.keys() <= {"k", "v", "mla"} else "moved whole"
+    formats = dict.fromkeys(
+        " ".join(map(str, one["format"].values())) for one in worker["tensors"]
+    )
+    result = (
+        "recognised" if kinds and kinds.keys() <= {"k", "v", "mla"} else "moved whole"
+    )
     return result, f"{', '.join(kinds)}: {'; '.join(formats)}"
 
 
@@ -116,12 +132,15 @@ def main() -> int:
     """Entry point."""
     counts: Counter[str] = Counter()
     for model, backend, cache in cases(quick="--quick" in sys.argv):
-        result, found = probe(model, backend, cache, sys.argv[1], Path(os.environ.get("PART", ".")))
+        result, found = probe(
+            model, backend, cache, sys.argv[1], Path(os.environ.get("PART", "."))
+        )
         counts[result] += 1
         print(f"{backend} {cache} {result}: {found}", flush=True)
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
     return int(
-        bool(counts["stopped by kvferry"]) or not counts["recognised"] + counts["moved whole"]
+        bool(counts["stopped by kvferry"])
+        or not counts["recognised"] + counts["moved whole"]
     )
 
 

@@ -28,7 +28,11 @@ def find_gpus(device: str, environment: Mapping[str, str]) -> list[Gpu]:
     listed = [
         (
             uuid,
-            Gpu(index, f"{model}, {total} MiB, {capability}, driver {driver}", _mib(free) / 1024),
+            Gpu(
+                index,
+                f"{model}, {total} MiB, {capability}, driver {driver}",
+                _mib(free) / 1024,
+            ),
         )
         for index, uuid, free, model, total, capability, driver in _query(
             "gpu", "index,uuid,memory.free,name,memory.total,compute_cap,driver_version"
@@ -57,7 +61,9 @@ class MemorySeen:
             return  # it does not answer now
         self.last = {index: _mib(used) for index, _, used in rows}
         self.first = self.first or self.last
-        self.most = {index: max(mib, self.most.get(index, 0)) for index, mib in self.last.items()}
+        self.most = {
+            index: max(mib, self.most.get(index, 0)) for index, mib in self.last.items()
+        }
         index_of = {uuid: index for index, uuid, _ in rows}
         on = defaultdict(set)
         for uuid, pid in _query("compute-apps", "gpu_uuid,pid"):
@@ -83,10 +89,18 @@ def _mib(text: str) -> int:
 
 def _query(what: str, columns: str) -> list[list[str]]:
     """Rows of nvidia-smi; none where it does not answer."""
-    command = ["nvidia-smi", f"--query-{what}={columns}", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        f"--query-{what}={columns}",
+        "--format=csv,noheader,nounits",
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    rows = [
+        [cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()
+    ]
     return [row for row in rows if len(row) == columns.count(",") + 1]

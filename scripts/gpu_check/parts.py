@@ -167,7 +167,10 @@ def _accuracy_parts(
     ) -> Part:
         if gpu:
             arguments = [_CACHE_BYTES, variables.get("VLLM_SERVE_EXTRA_ARGS", "")]
-            variables = {**variables, "VLLM_SERVE_EXTRA_ARGS": ",".join(filter(None, arguments))}
+            variables = {
+                **variables,
+                "VLLM_SERVE_EXTRA_ARGS": ",".join(filter(None, arguments)),
+            }
             variables["GPU_MEMORY_UTILIZATION"] = _UTILIZATION
         if random_models:
             variables = {**tiny, **variables}
@@ -175,7 +178,9 @@ def _accuracy_parts(
             f"{variable}={shlex.quote(value)} " for variable, value in variables.items()
         )
         command = f"{assigned}python -m scripts.accuracy"
-        return Part(f"accuracy: {name}", command, 16 if gpu else 2, gpus, workers, 30, quick)
+        return Part(
+            f"accuracy: {name}", command, 16 if gpu else 2, gpus, workers, 30, quick
+        )
 
     small, large = "16" if gpu else "32", "64"
     tiny = {"MODEL_NAMES": TINY_MODEL}
@@ -183,10 +188,16 @@ def _accuracy_parts(
     patient = (
         {}
         if gpu
-        else {"KV_CONNECTOR_EXTRA_CONFIG": '{"kv_lease_duration": 120, "handshake_timeout_s": 60}'}
+        else {
+            "KV_CONNECTOR_EXTRA_CONFIG": '{"kv_lease_duration": 120, "handshake_timeout_s": 60}'
+        }
     )
     plain = {"VLLM_SERVE_EXTRA_ARGS": _NO_PREFIX_CACHING}
-    gdn = {"VLLM_SERVE_EXTRA_ARGS": f"{_NO_PREFIX_CACHING},{_TRITON_GDN}"} if gpu else plain
+    gdn = (
+        {"VLLM_SERVE_EXTRA_ARGS": f"{_NO_PREFIX_CACHING},{_TRITON_GDN}"}
+        if gpu
+        else plain
+    )
     on_cpu = {
         "ATTENTION_BACKEND": "CPU_MLA",
         "VLLM_SERVE_EXTRA_ARGS": f"{_NO_PREFIX_CACHING},{_PLAIN_ROTATION}",
@@ -201,15 +212,20 @@ def _accuracy_parts(
         part("TP 2 → 1", {**tiny, **patient, "PREFILLER_TP_SIZE": "2"}, 2, 3),
         part("TP 1 → 2", {**tiny, **patient, "DECODER_TP_SIZE": "2"}, 2, 3),
         part(
-            f"blocks {small} → {large}", {"PREFILL_BLOCK_SIZE": small, "DECODE_BLOCK_SIZE": large}
+            f"blocks {small} → {large}",
+            {"PREFILL_BLOCK_SIZE": small, "DECODE_BLOCK_SIZE": large},
         ),
         part(
-            f"blocks {large} → {small}", {"PREFILL_BLOCK_SIZE": large, "DECODE_BLOCK_SIZE": small}
+            f"blocks {large} → {small}",
+            {"PREFILL_BLOCK_SIZE": large, "DECODE_BLOCK_SIZE": small},
         ),
         *(layouts if gpu else ()),  # vLLM's CPU attention has one layout
         part("MLA", {"MODEL_NAMES": "small-mla", **(plain if gpu else on_cpu)}),
         part("Mamba-2", {"MODEL_NAMES": "small-mamba2-hybrid", **plain}),
-        part("gated delta net", {"MODEL_NAMES": "small-gdn-hybrid", "DTYPE": "bfloat16", **gdn}),
+        part(
+            "gated delta net",
+            {"MODEL_NAMES": "small-gdn-hybrid", "DTYPE": "bfloat16", **gdn},
+        ),
         *(part(name, {"MODEL_NAMES": name}) for name in models),
     ]
 
@@ -230,5 +246,7 @@ def plan(
             needs = f"needs {devices} with {part.gib:g} GiB free; of {len(gpus)} found, {len(fit)} have that"
             planned.append(Planned(part, skipped=needs))
         else:
-            planned.append(Planned(part, tuple(islice(cycle(fit), max(part.gpus, part.workers)))))
+            planned.append(
+                Planned(part, tuple(islice(cycle(fit), max(part.gpus, part.workers))))
+            )
     return planned

@@ -101,7 +101,11 @@ def run_part(
     part = planned.part
     log = folder / "log"
     process = Server(
-        part.name, ["bash", "-c", part.command], "", log, environment_of(planned, device, folder)
+        part.name,
+        ["bash", "-c", part.command],
+        "",
+        log,
+        environment_of(planned, device, folder),
     )
     memory = MemorySeen()
     memory.look(device)
@@ -124,7 +128,8 @@ def run_part(
     memory.look(device)
     mark, found = judge(part, status, tail(log, 10_000))
     results = {
-        str(path.relative_to(folder)): _read(path) for path in sorted(folder.rglob("*.json"))
+        str(path.relative_to(folder)): _read(path)
+        for path in sorted(folder.rglob("*.json"))
     }
     seconds = round(time.monotonic() - started_s, 1)
     return Done(
@@ -151,9 +156,14 @@ def _read(path: Path) -> Any:
 def environment_of(planned: Planned, device: str, folder: Path) -> dict[str, str]:
     """The variables that a part has in addition to this process's. An empty one has its default: what the user has set
     for the accuracy test is for no part, and colours would hide lines that are looked for."""
-    added = {variable.name: "" for name, variable in VARIABLES.items() if name != "cache_dir"}
+    added = {
+        variable.name: "" for name, variable in VARIABLES.items() if name != "cache_dir"
+    }
     added |= {"NO_COLOR": "1", "FORCE_COLOR": "", "KVFERRY_DEVICE": device}
     added |= dict.fromkeys(("PART", "LOG_DIR", "KVFERRY_BENCH_RESULTS"), str(folder))
     if device == "cuda":
-        added |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus)}
+        added |= {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": ",".join(planned.gpus),
+        }
     return added

@@ -11,7 +11,9 @@ from bench.figures import Chart, Results, Series, Table, Target, publish
 from bench.provenance import Checkout
 
 
-def test_a_target_is_met_at_its_limit_and_missed_beyond_it_or_without_a_number() -> None:
+def test_a_target_is_met_at_its_limit_and_missed_beyond_it_or_without_a_number() -> (
+    None
+):
     at_most = [
         Target.at_most("p99", measured, 200, "µs").met
         for measured in (199.0, 200.0, 200.1, float("nan"))
@@ -31,7 +33,11 @@ def test_a_published_run_has_the_common_keys_with_circumstances_in_front(
         command="python -m bench.sample --quick",
         what="A sample.",
         tables=(
-            Table("Per [step]", ("leases", "p99, µs"), ((1, 31.04567), ("many", float("inf")))),
+            Table(
+                "Per [step]",
+                ("leases", "p99, µs"),
+                ((1, 31.04567), ("many", float("inf"))),
+            ),
         ),
         charts=(
             Chart(
@@ -69,12 +75,21 @@ def test_a_published_run_has_the_common_keys_with_circumstances_in_front(
     printed = capsys.readouterr().out
     assert all(
         text in printed
-        for text in ("Per [step]", "31.05", "–", "MISSED", "tried: less", "not to be published")
+        for text in (
+            "Per [step]",
+            "31.05",
+            "–",
+            "MISSED",
+            "tried: less",
+            "not to be published",
+        )
     )
 
 
 CLEAN, LATER = Checkout("0123456789ab"), Checkout("ba9876543210")
-DIRTY = Checkout("0123456789ab", (" M worker/kvferry/worker/read.py", "?? bench/new.py"))
+DIRTY = Checkout(
+    "0123456789ab", (" M worker/kvferry/worker/read.py", "?? bench/new.py")
+)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +103,20 @@ DIRTY = Checkout("0123456789ab", (" M worker/kvferry/worker/read.py", "?? bench/
             "0123456789ab and changes",
             "M worker/kvferry/worker/read.py, ?? bench/new.py",
         ),
-        (CLEAN, DIRTY, "quick", "0123456789ab, at the end 0123456789ab and changes", "at the end"),
-        (CLEAN, LATER, "quick", "0123456789ab, at the end ba9876543210", "at the end ba9876543210"),
+        (
+            CLEAN,
+            DIRTY,
+            "quick",
+            "0123456789ab, at the end 0123456789ab and changes",
+            "at the end",
+        ),
+        (
+            CLEAN,
+            LATER,
+            "quick",
+            "0123456789ab, at the end ba9876543210",
+            "at the end ba9876543210",
+        ),
         (Checkout(""), Checkout(""), "quick", "unknown", "which commit this is"),
     ],
     ids=["clean", "dirty", "changed meanwhile", "committed meanwhile", "no git"],
@@ -106,7 +133,9 @@ def test_only_a_run_on_one_clean_commit_is_written_where_the_report_reads(
 ) -> None:
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     monkeypatch.setattr(figures, "checkout", lambda: ended)
-    path = publish("sample", Results(command="python -m bench.sample", what="A sample."), started)
+    path = publish(
+        "sample", Results(command="python -m bench.sample", what="A sample."), started
+    )
     assert path == tmp_path / folder / "sample.json"
     assert json.loads(path.read_text())["commit"] == commit
     printed = capsys.readouterr().out

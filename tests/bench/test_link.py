@@ -6,14 +6,25 @@ import pytest
 from bench.link import Exchanges, run
 
 
-def test_a_row_has_the_median_the_99th_percentile_and_the_processor_time_of_each() -> None:
+def test_a_row_has_the_median_the_99th_percentile_and_the_processor_time_of_each() -> (
+    None
+):
     measured = Exchanges("query", 4, took_s=[number / 1e3 for number in range(1, 101)])
     measured.processor_s = 0.02
-    assert measured.row() == ("query", 4, 100, pytest.approx(50.5), 99.0, pytest.approx(200.0))
+    assert measured.row() == (
+        "query",
+        4,
+        100,
+        pytest.approx(50.5),
+        99.0,
+        pytest.approx(200.0),
+    )
 
 
 @pytest.mark.slow
-def test_each_exchange_is_measured_with_each_number_of_peers_and_in_each_round() -> None:
+def test_each_exchange_is_measured_with_each_number_of_peers_and_in_each_round() -> (
+    None
+):
     rounds, peers = 2, (1, 3)
     results = run(peers, rounds, quick=True)
     (table,) = results.tables

@@ -13,9 +13,19 @@ from bench.report import Measured, NotPublishable, require_commits
 
 def git(root: Path, *arguments: str) -> str:
     """The output of one command, which must succeed."""
-    who = ("-c", "user.name=K", "-c", "user.email=k@localhost", "-c", "commit.gpgsign=false")
+    who = (
+        "-c",
+        "user.name=K",
+        "-c",
+        "user.email=k@localhost",
+        "-c",
+        "commit.gpgsign=false",
+    )
     done = subprocess.run(
-        ["git", *who, "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        ["git", *who, "-C", str(root), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.strip()
 
@@ -67,7 +77,8 @@ def test_a_commit_that_is_nowhere_or_on_another_branch_or_has_changes_is_refused
     }
     with pytest.raises(NotPublishable) as refused:
         require_commits(
-            [result(of, name) for name, of in wrong.items()] + [result(first, "serve")], root
+            [result(of, name) for name, of in wrong.items()] + [result(first, "serve")],
+            root,
         )
     lines = str(refused.value).splitlines()
     assert len(lines) == len(wrong)

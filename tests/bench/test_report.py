@@ -20,14 +20,19 @@ _SECTION = re.compile(
 _EXPLAINED = re.compile(r"^- `(.+)`$", re.MULTILINE)
 
 
-def test_the_page_and_every_chart_are_byte_for_byte_what_the_results_give(tmp_path: Path) -> None:
+def test_the_page_and_every_chart_are_byte_for_byte_what_the_results_give(
+    tmp_path: Path,
+) -> None:
     write_report(RESULTS, tmp_path)
     expected = {
         path.relative_to(tmp_path): path.read_bytes()
         for path in tmp_path.rglob("*")
         if path.is_file()
     }
-    found = {path.relative_to(DOCS): path.read_bytes() for path in (DOCS / "figures").glob("*")}
+    found = {
+        path.relative_to(DOCS): path.read_bytes()
+        for path in (DOCS / "figures").glob("*")
+    }
     found[Path("performance.md")] = (DOCS / "performance.md").read_bytes()
     assert sorted(found) == sorted(expected), "python -m bench.report writes them"
     for name, content in expected.items():
@@ -49,7 +54,8 @@ def test_a_line_says_whose_it_is_by_its_colour_and_of_how_many_samples_it_is() -
     for lines in ([ours, peer], [other, peer, later]):
         svg = svg_of(Chart("title", "x", "ms", lines))
         drawn = re.findall(
-            r"fill: none; stroke: (#\w{6}); (?:stroke-width|stroke-dasharray)(?!: 0.8)", svg
+            r"fill: none; stroke: (#\w{6}); (?:stroke-width|stroke-dasharray)(?!: 0.8)",
+            svg,
         )
         colours.append(list(dict.fromkeys(one for one in drawn if one not in DARK)))
         assert "(n = 3)</text>" in svg
@@ -67,7 +73,10 @@ def test_every_result_is_of_a_clean_commit_of_this_repository() -> None:
     [
         ({"quick": True, "command": "python -m bench.step --quick"}, "without --quick"),
         ({"targets": None}, "is not what bench.figures.publish writes"),
-        ({"commit": "36830c01adc8 and changes"}, "of commit '36830c01adc8 and changes'"),
+        (
+            {"commit": "36830c01adc8 and changes"},
+            "of commit '36830c01adc8 and changes'",
+        ),
     ],
 )
 def test_what_cannot_be_published_is_refused_and_nothing_is_written(
@@ -79,7 +88,8 @@ def test_what_cannot_be_published_is_refused_and_nothing_is_written(
 ) -> None:
     sample(tmp_path, **changed)
     monkeypatch.setattr(
-        "sys.argv", ["report", "--results", str(tmp_path), "--into", str(tmp_path / "docs")]
+        "sys.argv",
+        ["report", "--results", str(tmp_path), "--into", str(tmp_path / "docs")],
     )
     assert main() == 1
     said = capsys.readouterr().err
@@ -90,7 +100,9 @@ def test_what_cannot_be_published_is_refused_and_nothing_is_written(
 
 def test_the_missed_targets_and_no_others_are_explained() -> None:
     missed = {
-        one.name: Counter(target.name for target in one.results.targets if not target.met)
+        one.name: Counter(
+            target.name for target in one.results.targets if not target.met
+        )
         for one in read_all(RESULTS)
     }
     page = (DOCS / "missed-targets.md").read_text()

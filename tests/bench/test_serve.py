@@ -29,7 +29,10 @@ CASE = Case("one", (5, 6, 7), max_tokens=2, stream=True)
 
 def timing(tokens: int, first_s: float, handover_s: float | None = None) -> Timing:
     return Timing(
-        tokens, first_s - handover_s if handover_s is not None else None, first_s, (STEP_S, STEP_S)
+        tokens,
+        first_s - handover_s if handover_s is not None else None,
+        first_s,
+        (STEP_S, STEP_S),
     )
 
 
@@ -48,9 +51,15 @@ def reply(request: httpx.Request) -> httpx.Response:
             "usage": {"prompt_tokens": 3},
             "kv_transfer_params": None,
         }
-        answer |= {"kv_transfer_params": {"remote_host": "p"}} if request.url.host == "p" else {}
+        answer |= (
+            {"kv_transfer_params": {"remote_host": "p"}}
+            if request.url.host == "p"
+            else {}
+        )
         return httpx.Response(200, json=answer)
-    if request.url.host == "d" and b'"remote_host":"p"' not in request.content.replace(b" ", b""):
+    if request.url.host == "d" and b'"remote_host":"p"' not in request.content.replace(
+        b" ", b""
+    ):
         return httpx.Response(400, text="params are missing")
     if request.url.host == "dead":
         raise httpx.ConnectError("no server")
@@ -62,7 +71,9 @@ def asked(prefill: str, decode: str) -> Timing:
     async def ask() -> Timing:
         async with Client("model", 5, httpx.MockTransport(reply)) as client:
             if prefill:
-                return await hand_over(client, f"http://{prefill}", f"http://{decode}", 5, CASE)
+                return await hand_over(
+                    client, f"http://{prefill}", f"http://{decode}", 5, CASE
+                )
             return await through(client, f"http://{decode}", 5, CASE)
 
     return asyncio.run(ask())
@@ -78,9 +89,12 @@ def test_a_handover_begins_with_the_producers_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "why"), [("p", "dead", "no answer from"), ("silent", "d", "no params")]
+    ("prefill", "decode", "why"),
+    [("p", "dead", "no answer from"), ("silent", "d", "no params")],
 )
-def test_a_failed_request_says_why_and_is_not_counted(prefill: str, decode: str, why: str) -> None:
+def test_a_failed_request_says_why_and_is_not_counted(
+    prefill: str, decode: str, why: str
+) -> None:
     found = asked(prefill, decode)
     assert why in found.error
     assert not batch(found).good
@@ -111,11 +125,18 @@ def test_on_gpus_every_engine_has_one_and_they_may_share_it(
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         specs = [
-            spec for setup in (KVFERRY, SINGLE) for spec in specs_of(setup, "m", tmp_path, "cuda")
+            spec
+            for setup in (KVFERRY, SINGLE)
+            for spec in specs_of(setup, "m", tmp_path, "cuda")
         ]
-        assert [spec.environment(1)["CUDA_VISIBLE_DEVICES"] for spec in specs] == expected
+        assert [
+            spec.environment(1)["CUDA_VISIBLE_DEVICES"] for spec in specs
+        ] == expected
         assert {(spec.device, spec.dtype) for spec in specs} == {("cuda", "bfloat16")}
-    assert [spec.devices for spec in specs_of(KVFERRY, "m", tmp_path)] == [("0",), ("1",)]
+    assert [spec.devices for spec in specs_of(KVFERRY, "m", tmp_path)] == [
+        ("0",),
+        ("1",),
+    ]
 
 
 def test_no_more_requests_than_allowed_are_under_way() -> None:
@@ -206,7 +227,9 @@ def test_setups_take_turns_alone_and_one_that_answers_nothing_is_left_out(
         _client: Client, url: str, _timeout_s: float, case: Case, answers: object
     ) -> Timing:
         assert url == f"http://{woken[-1]}"
-        return Timing(len(case.prompt), first_s=0.1, error="it hangs" if "calm" in url else "")
+        return Timing(
+            len(case.prompt), first_s=0.1, error="it hangs" if "calm" in url else ""
+        )
 
     monkeypatch.setattr(serve_measure, "through", ask)
     monkeypatch.setattr(serve_measure, "_SETTLE_S", 0.0)
@@ -219,13 +242,23 @@ def test_setups_take_turns_alone_and_one_that_answers_nothing_is_left_out(
     asyncio.run(
         measure(
             lanes,
-            Amounts({1: 5, CROWD: 1, SATURATING: 2}, {1: 1, CROWD: 3, SATURATING: 4}, 0.0, 5.0),
+            Amounts(
+                {1: 5, CROWD: 1, SATURATING: 2},
+                {1: 1, CROWD: 3, SATURATING: 4},
+                0.0,
+                5.0,
+            ),
         )
     )
     assert setups["calm"].error == "1 at once 1: it hangs"
-    assert [len(setups["calm"].batches[count].timings) for count in (1, CROWD)] == [2, 0]
+    assert [len(setups["calm"].batches[count].timings) for count in (1, CROWD)] == [
+        2,
+        0,
+    ]
     for name in ("kvferry", "off"):
-        assert [len(setups[name].batches[count].good) for count in (1, CROWD, SATURATING)] == [
+        assert [
+            len(setups[name].batches[count].good) for count in (1, CROWD, SATURATING)
+        ] == [
             5,
             3,
             8,
@@ -244,7 +277,9 @@ def test_setups_take_turns_alone_and_one_that_answers_nothing_is_left_out(
     ]
 
 
-def test_targets_compare_with_one_leg_after_the_other_the_peer_and_the_single_engine() -> None:
+def test_targets_compare_with_one_leg_after_the_other_the_peer_and_the_single_engine() -> (
+    None
+):
     setups = {setup.name: SetupFigures(setup) for setup in (SINGLE, KVFERRY, OFF, CALM)}
     for name, first_s, handover_s in (
         ("single", 0.1, None),
@@ -257,7 +292,9 @@ def test_targets_compare_with_one_leg_after_the_other_the_peer_and_the_single_en
     for name, rate in (("kvferry", 3), ("off", 4)):
         setups[name].batches[SATURATING].rates += [rate, rate]
     found = targets(setups)
-    assert [target.measured for target in found[:4]] == pytest.approx([5.0, 10.0, 80.0, 0.75])
+    assert [target.measured for target in found[:4]] == pytest.approx(
+        [5.0, 10.0, 80.0, 0.75]
+    )
     assert [(target.limit, target.met) for target in found[:4]] == [
         (8.0, True),
         (15.0, True),
@@ -280,5 +317,7 @@ def test_connectors_take_turns_and_one_that_fails_loses_only_itself(
     monkeypatch.setattr(engine_contact, "measure_contacts", measure)
     results = engine_contact.run(tmp_path, quick=False)
     assert [name for name, _ in asked] == ["kvferry", "calm"] * 2
-    assert results.tables[0].rows[0][1] == sum(count for name, count in asked if name == "kvferry")
+    assert results.tables[0].rows[0][1] == sum(
+        count for name, count in asked if name == "kvferry"
+    )
     assert any("ended early: ValueError: it hangs" in note for note in results.notes)

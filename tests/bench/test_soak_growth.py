@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 from bench.soak_counts import Gauges, Sample
-from bench.soak_report import FEWEST_FOR_A_SLOPE, GAUGES, MOST_ADDED, MOST_PER_LIFE, grown
+from bench.soak_report import (
+    FEWEST_FOR_A_SLOPE,
+    GAUGES,
+    MOST_ADDED,
+    MOST_PER_LIFE,
+    grown,
+)
 
 _EVERY, _REQUESTS = 130, 5000
 _KINDS = {"per_1000_requests": MOST_ADDED, "per_life": MOST_PER_LIFE}
@@ -23,7 +29,9 @@ def samples(
     on, and one at each of `kills`. The first six restarts take 20 MB."""
     made = []
     for at in range(0, _REQUESTS, _EVERY):
-        planned = sum(min(6, max(0, (at - begin) // 150)) for begin in (first_round_at, 3000))
+        planned = sum(
+            min(6, max(0, (at - begin) // 150)) for begin in (first_round_at, 3000)
+        )
         lives = 6 + planned + sum(at >= kill for kill in kills)
         swing = 2.0 * (at // _EVERY % 2)
         mb = 420 + 20 * min(lives - 6, 6) / 6 + swing
@@ -40,13 +48,17 @@ def figures(made: list[Sample], warm: int | None = None) -> dict[str, Any]:
     added = {name: gauges.added(name) for name in GAUGES}
     return {
         "requests": _REQUESTS,
-        "gauges": {name: dict(zip(_KINDS, both, strict=True)) for name, both in added.items()},
+        "gauges": {
+            name: dict(zip(_KINDS, both, strict=True)) for name, both in added.items()
+        },
     }
 
 
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("name", GAUGES)
-def test_each_gauge_that_grows_by_more_than_its_limit_is_named(name: str, kind: str) -> None:
+def test_each_gauge_that_grows_by_more_than_its_limit_is_named(
+    name: str, kind: str
+) -> None:
     most = _KINDS[kind][name]
 
     def said(added: float, requests: int = FEWEST_FOR_A_SLOPE) -> list[str]:
@@ -75,19 +87,26 @@ def test_a_first_round_that_ends_late_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("kills", [(), (1700, 4600), (4700, 4800, 4900)])
-def test_a_leak_of_some_kb_by_every_request_is_named_as_that(kills: tuple[int, ...]) -> None:
+def test_a_leak_of_some_kb_by_every_request_is_named_as_that(
+    kills: tuple[int, ...],
+) -> None:
     said = grown(figures(samples(mb_per_1000=6.0, kills=kills)))
     assert len(said) == 2
     assert all("MB" in one and "per 1,000 requests" in one for one in said)
 
 
 @pytest.mark.parametrize("kills", [(), (1700, 4600), (4700, 4800, 4900)])
-def test_a_leak_of_some_mb_by_every_life_is_named_as_that(kills: tuple[int, ...]) -> None:
+def test_a_leak_of_some_mb_by_every_life_is_named_as_that(
+    kills: tuple[int, ...],
+) -> None:
     said = grown(figures(samples(mb_per_life=2.5, kills=kills)))
     assert len(said) == 2
     assert all("MB" in one and "per life of an engine" in one for one in said)
 
 
 def test_a_soak_without_restarts_is_judged_by_its_requests() -> None:
-    made = [Sample(at / 28, at, 6, 6.0 * at / 1000, 0.0, 0, 0, 0) for at in range(0, 5000, 100)]
+    made = [
+        Sample(at / 28, at, 6, 6.0 * at / 1000, 0.0, 0, 0, 0)
+        for at in range(0, 5000, 100)
+    ]
     assert Gauges(made).added("rss_mb") == pytest.approx((6.0, 0.0))

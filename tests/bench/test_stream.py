@@ -7,7 +7,9 @@ from bench.stream import CHUNKS, LINK_S, OFF, PLACINGS, STREAMED, measure, resul
 
 
 @pytest.mark.parametrize("placing", PLACINGS)
-def test_a_streamed_prompt_is_read_early_and_another_one_needs_the_whole_link(placing: str) -> None:
+def test_a_streamed_prompt_is_read_early_and_another_one_needs_the_whole_link(
+    placing: str,
+) -> None:
     shape, settings = PLACINGS[placing]
     found = measure(shape, settings, turns=1)
     (streamed,), (off,) = found[STREAMED], found[OFF]

@@ -34,8 +34,12 @@ def _written(bench: Bench, call: Callable[[], Any]) -> np.ndarray:
     return np.flatnonzero(found)
 
 
-@pytest.mark.parametrize("scenario", [EQUAL, UNEQUAL], ids=lambda scenario: scenario.name)
-def test_the_bare_loop_writes_where_a_load_writes(bench: Bench, scenario: Scenario) -> None:
+@pytest.mark.parametrize(
+    "scenario", [EQUAL, UNEQUAL], ids=lambda scenario: scenario.name
+)
+def test_the_bare_loop_writes_where_a_load_writes(
+    bench: Bench, scenario: Scenario
+) -> None:
     with (
         connected(bench, scenario, MIB) as loads,
         closing(BareNixl(bench.target, loads.peer)) as bare,

@@ -49,7 +49,9 @@ class Served:
 
 @contextmanager
 def bench_listening(
-    command: tuple[str, ...] = TAME, known: Secrets = (), allowed: AllowedHosts | None = None
+    command: tuple[str, ...] = TAME,
+    known: Secrets = (),
+    allowed: AllowedHosts | None = None,
 ) -> Iterator[Served]:
     """A listener that serves until its client has left, or until the end of the block."""
     port = free_port()
@@ -57,7 +59,8 @@ def bench_listening(
     listener = BenchListener(HOST, port, TASK, known, said.append, command, allowed)
     served = Served(listener, port, said)
     thread = threading.Thread(
-        target=lambda: served.codes.append(listener.serve()), name="kvferry-bench-listener"
+        target=lambda: served.codes.append(listener.serve()),
+        name="kvferry-bench-listener",
     )
     thread.start()
     try:

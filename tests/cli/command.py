@@ -29,9 +29,9 @@ class _Stdin(io.StringIO):
 def run(*arguments: str, stdin: bytes = b"", columns: int = 80) -> Ran:
     """Run `kvferry` with arguments, its output that wide."""
     out, err = io.StringIO(), io.StringIO()
-    environ = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"} | {
-        "COLUMNS": str(columns)
-    }
+    environ = {
+        name: value for name, value in os.environ.items() if name != "FORCE_COLOR"
+    } | {"COLUMNS": str(columns)}
     with (
         mock.patch.dict(os.environ, environ, clear=True),
         mock.patch("sys.stdin", _Stdin(stdin)),

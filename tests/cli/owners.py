@@ -8,7 +8,12 @@ import sys
 import msgspec
 
 from kvferry.cli.transfer.child import Pipe, play
-from kvferry.cli.transfer.messages import CaseResult, Connect, ReadableAgent, ReadsFailed
+from kvferry.cli.transfer.messages import (
+    CaseResult,
+    Connect,
+    ReadableAgent,
+    ReadsFailed,
+)
 
 OFFER = ReadableAgent(
     host="p0", agent_metadata=b"m", kind="DRAM", address=4096, length=4096, seed=1

@@ -22,25 +22,49 @@ BAD: list[tuple[tuple[str, ...], str]] = [
         ("plan",),
         "the following arguments are required: PRODUCER, CONSUMER; see kvferry plan --help\n",
     ),
-    ((*PLAN, "--token\n", "5"), "unrecognized arguments: --token\\n 5; see kvferry plan --help\n"),
-    ((*PLAN, "--tokens"), "argument --tokens: expected one argument; see kvferry plan --help\n"),
+    (
+        (*PLAN, "--token\n", "5"),
+        "unrecognized arguments: --token\\n 5; see kvferry plan --help\n",
+    ),
+    (
+        (*PLAN, "--tokens"),
+        "argument --tokens: expected one argument; see kvferry plan --help\n",
+    ),
     (("plan", "-", "-"), "CONSUMER is '-'; expected another source"),
-    (("plan", "-", DENSE), "PRODUCER: description JSON: description is b''; expected JSON"),
-    (("plan", "/", DENSE), "PRODUCER is '/config.json'; expected a file that can be read"),
+    (
+        ("plan", "-", DENSE),
+        "PRODUCER: description JSON: description is b''; expected JSON",
+    ),
+    (
+        ("plan", "/", DENSE),
+        "PRODUCER is '/config.json'; expected a file that can be read",
+    ),
     (
         ("plan", "meta-llama/None,tp=2", DENSE),
         "PRODUCER is 'meta-llama/None'; expected layers=…,",
     ),
     (("plan", "../x,tp=2", DENSE), "PRODUCER is '../x'; expected layers=…,"),
-    (("plan", "tp=4", "tp=2"), "PRODUCER: layers is missing; expected the number of layers"),
-    (("plan", DENSE, "layers=2,heads=3"), "CONSUMER: dim is missing; expected heads and dim"),
-    (("plan", DENSE, "layers=2,head=3"), "CONSUMER: key is 'head'; did you mean heads?\n"),
+    (
+        ("plan", "tp=4", "tp=2"),
+        "PRODUCER: layers is missing; expected the number of layers",
+    ),
+    (
+        ("plan", DENSE, "layers=2,heads=3"),
+        "CONSUMER: dim is missing; expected heads and dim",
+    ),
+    (
+        ("plan", DENSE, "layers=2,head=3"),
+        "CONSUMER: key is 'head'; did you mean heads?\n",
+    ),
     ((*PLAN, "--tokens", "0"), "--tokens is '0'; expected a whole number from 1"),
     ((*PLAN, "--link", "nan"), "--link is 'nan'; expected a number from"),
     ((*PLAN, "--direct-min-bytes", "0"), "--direct-min-bytes is '0'"),
     ((*PLAN, "--staging-pool-bytes=-1"), "--staging-pool-bytes is '-1'"),
     ((*PLAN, "--out", "x"), "--out is 'x'; expected --copies with it"),
-    *(((*PLAN, option, ""), f"{option} is ''; expected ") for option in ("--svg", "--out")),
+    *(
+        ((*PLAN, option, ""), f"{option} is ''; expected ")
+        for option in ("--svg", "--out")
+    ),
     ((*PLAN, "--copies", ""), "file is ''; expected a file that can be read"),
     (
         (*PLAN, "--svg", "/nowhere/x.svg"),
@@ -51,9 +75,18 @@ BAD: list[tuple[tuple[str, ...], str]] = [
         for t in ("0", "nan", "soon", "601")
     ),
     (("bench",), "--listen is missing; expected --listen, or --connect HOST[:PORT]"),
-    (("bench", "--listen", "--connect", "a"), "--connect is 'a'; expected no --connect beside"),
-    ((*PLAN, "--tokens", "8", "--tokens", "9"), "argument --tokens: expected once; see kvferry"),
-    (("trace", ".", "-o", "a.json", "--out", "b.json"), "argument -o/--out: expected once"),
+    (
+        ("bench", "--listen", "--connect", "a"),
+        "--connect is 'a'; expected no --connect beside",
+    ),
+    (
+        (*PLAN, "--tokens", "8", "--tokens", "9"),
+        "argument --tokens: expected once; see kvferry",
+    ),
+    (
+        ("trace", ".", "-o", "a.json", "--out", "b.json"),
+        "argument -o/--out: expected once",
+    ),
     (("bench", "--connect", "a:0"), "--connect is 'a:0'; expected host:port"),
     (("bench", "--listen", ""), "--listen is ''; expected host:port"),
     (("bench", "--connect", "a", "--max-size", "5K"), "--max-size"),
@@ -86,7 +119,20 @@ def test_an_address_is_a_host_and_a_port(text: str, address: tuple[str, int]) ->
 
 @pytest.mark.parametrize(
     "text",
-    ["", "a", "a:", ":1", "a:0", "a:65536", "::1:5", "tcp://a:1", "a b:1", "a:²", "a:-1", "[a"],
+    [
+        "",
+        "a",
+        "a:",
+        ":1",
+        "a:0",
+        "a:65536",
+        "::1:5",
+        "tcp://a:1",
+        "a b:1",
+        "a:²",
+        "a:-1",
+        "[a",
+    ],
 )
 def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="HOST:PORT"):

@@ -50,37 +50,58 @@ def listener_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], s
 
 
 def test_two_processes_read_every_size_and_every_byte_is_right() -> None:
-    with listener_process("--max-size", "256K", "--device", "cpu") as (listening, address):
+    with listener_process("--max-size", "256K", "--device", "cpu") as (
+        listening,
+        address,
+    ):
         ran = run("bench", "--connect", address, "--json", *QUICK)
         assert (ran.code, ran.err) == (0, "")
         found: dict[str, Any] = json.loads(ran.out)
         assert found["right"] is True
-        sizes = [(reads["num_bytes"] >> 10, reads["descriptors"]) for reads in found["reads"]]
+        sizes = [
+            (reads["num_bytes"] >> 10, reads["descriptors"]) for reads in found["reads"]
+        ]
         assert sizes == [(4, 1), (16, 1), (64, 1), (64, 4), (256, 1), (256, 16)]
         for reads in found["reads"]:
             assert reads["wrong"] == 0
             assert reads["reads"] >= 5
             assert reads["checked"] == (reads["reads"] + 3) * reads["num_bytes"]
             assert 0 < reads["p50_us"] <= reads["p99_us"]
-            assert reads["gb_s"] == pytest.approx(reads["num_bytes"] / reads["p50_us"] / 1e3)
+            assert reads["gb_s"] == pytest.approx(
+                reads["num_bytes"] / reads["p50_us"] / 1e3
+            )
         assert found["first_contact_ms"] > 0
         assert found["transports"]
         assert listening.wait(timeout=30) == 0
 
 
-def test_a_byte_that_was_changed_is_found_in_every_read_that_has_it_and_in_no_other() -> None:
+def test_a_byte_that_was_changed_is_found_in_every_read_that_has_it_and_in_no_other() -> (
+    None
+):
     with bench_listening(LYING) as served:
         ran = run(
-            "bench", "--connect", f"{HOST}:{served.port}", "--json", "--device", "cpu", *QUICK
+            "bench",
+            "--connect",
+            f"{HOST}:{served.port}",
+            "--json",
+            "--device",
+            "cpu",
+            *QUICK,
         )
         assert ran.code == 1
         found: dict[str, Any] = json.loads(ran.out)
         assert found["right"] is False
-        by_size = {(reads["num_bytes"], reads["descriptors"]): reads for reads in found["reads"]}
+        by_size = {
+            (reads["num_bytes"], reads["descriptors"]): reads
+            for reads in found["reads"]
+        }
         assert by_size[4 << 10, 1]["wrong"] == 0
         for size in (16 << 10, 64 << 10):
             reads = by_size[size, 1]
-            assert (reads["wrong"], reads["first_wrong"]) == (reads["reads"] + 3, CHANGED)
+            assert (reads["wrong"], reads["first_wrong"]) == (
+                reads["reads"] + 3,
+                CHANGED,
+            )
         scattered = by_size[64 << 10, 4]
         assert scattered["wrong"] == scattered["reads"] + 3
         assert scattered["first_wrong"] % RUN_BYTES == CHANGED
@@ -90,7 +111,10 @@ def test_a_byte_that_was_changed_is_found_in_every_read_that_has_it_and_in_no_ot
 
 def test_a_listener_that_freezes_is_reported_within_the_deadline_with_a_hint() -> None:
     """During the measurements: without an answer of the listener the client gives up, even if reads succeed."""
-    with listener_process("--max-size", "16M", "--device", "cpu") as (listening, address):
+    with listener_process("--max-size", "16M", "--device", "cpu") as (
+        listening,
+        address,
+    ):
         command = [
             *BENCH,
             "--connect",
@@ -117,7 +141,10 @@ def test_a_listener_that_freezes_is_reported_within_the_deadline_with_a_hint() -
         assert (client.returncode, out) == (2, "")
         assert err.count("\n") == 1
         assert "did not answer within 2 s" in err
-        assert "check the port, firewalls between, UCX_NET_DEVICES and `kvferry doctor`" in err
+        assert (
+            "check the port, firewalls between, UCX_NET_DEVICES and `kvferry doctor`"
+            in err
+        )
 
 
 CRASHES_ITS_OWNER = """
@@ -158,7 +185,9 @@ def test_the_table_distinguishes_wrong_and_right_rows(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "132")
-    wrong = msgspec.structs.replace(READS, wrong=3, first_wrong=17, kind="VRAM", p50_us=655.36)
+    wrong = msgspec.structs.replace(
+        READS, wrong=3, first_wrong=17, kind="VRAM", p50_us=655.36
+    )
     measured = Measured(first_contact_ms=1.0, reads=(READS, wrong))
     print_outcome(Outcome(OFFER.host, "rc", measured))
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

@@ -38,7 +38,13 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 SESSION = "ab" * 16
-JOIN = {"type": "bench join", "version": 1, "session": SESSION, "host": "x", "agent_metadata": b"m"}
+JOIN = {
+    "type": "bench join",
+    "version": 1,
+    "session": SESSION,
+    "host": "x",
+    "agent_metadata": b"m",
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +69,21 @@ def ask_raw(port: int, body: bytes) -> Reply:
         (msgspec.msgpack.encode({"type": "bench steal"}), "type"),
         (msgspec.msgpack.encode({**JOIN, "session": "../../etc/passwd"}), "session"),
         (msgspec.msgpack.encode({**JOIN, "host": "a\nb"}), "host"),
-        (msgspec.msgpack.encode({**JOIN, "agent_metadata": b"m" * (129 << 10)}), "agent_metadata"),
+        (
+            msgspec.msgpack.encode({**JOIN, "agent_metadata": b"m" * (129 << 10)}),
+            "agent_metadata",
+        ),
         (msgspec.msgpack.encode({**JOIN, "agent_metadata": b""}), "agent_metadata"),
         (msgspec.msgpack.encode({**JOIN, "version": 2}), "version"),
         (msgspec.msgpack.encode({**JOIN, "version": 2**63}), "version"),
         (
             msgspec.msgpack.encode(
-                {"type": "bench leave", "session": SESSION, "wrong": -1, "complete": True}
+                {
+                    "type": "bench leave",
+                    "session": SESSION,
+                    "wrong": -1,
+                    "complete": True,
+                }
             ),
             "wrong",
         ),
@@ -86,7 +100,9 @@ def test_an_invalid_frame_is_refused_by_its_field_and_ends_nothing(
     assert served.codes == []
 
 
-def test_too_many_or_too_long_frames_and_bytes_that_are_not_zmq_end_nothing(served: Served) -> None:
+def test_too_many_or_too_long_frames_and_bytes_that_are_not_zmq_end_nothing(
+    served: Served,
+) -> None:
     before = served.listener.counters.total("bad_frames")
     with client(served.port) as dealer:
         dealer.send_multipart([b"", b"x", b"y"])
@@ -106,7 +122,9 @@ def test_too_many_or_too_long_frames_and_bytes_that_are_not_zmq_end_nothing(serv
 @pytest.mark.parametrize(
     ("metadata", "said"), [(b"refuse", "no such metadata"), (b"crash", "signal 6")]
 )
-def test_metadata_that_kills_the_owner_is_reported_at_both_ends(metadata: bytes, said: str) -> None:
+def test_metadata_that_kills_the_owner_is_reported_at_both_ends(
+    metadata: bytes, said: str
+) -> None:
     with bench_listening() as served:
         session = served.join(metadata)
         replies: list[Reply] = []
@@ -121,13 +139,20 @@ def test_metadata_that_kills_the_owner_is_reported_at_both_ends(metadata: bytes,
         assert said in str(replies[-1])
 
 
-def test_while_a_client_reads_another_is_refused_and_has_no_say_in_its_session() -> None:
+def test_while_a_client_reads_another_is_refused_and_has_no_say_in_its_session() -> (
+    None
+):
     with bench_listening() as served:
         session = served.join()
-        other = served.ask(Join(session=secrets.token_hex(16), host="test", agent_metadata=b"m"))
+        other = served.ask(
+            Join(session=secrets.token_hex(16), host="test", agent_metadata=b"m")
+        )
         assert isinstance(other, Refused)
         assert other.field == "client"
-        for message in (Alive(session=SESSION), Leave(session=SESSION, wrong=0, complete=True)):
+        for message in (
+            Alive(session=SESSION),
+            Leave(session=SESSION, wrong=0, complete=True),
+        ):
             refused = served.ask(message)
             assert isinstance(refused, Refused)
             assert refused.field == "session"
@@ -143,18 +168,28 @@ def test_a_silent_client_ends_the_listener(monkeypatch: pytest.MonkeyPatch) -> N
         assert "no message for" in served.said[-1]
 
 
-@pytest.mark.parametrize(("wrong", "complete", "code"), [(0, True, 0), (7, True, 1), (0, False, 2)])
-def test_the_exit_status_is_what_the_client_found(wrong: int, complete: bool, code: int) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "complete", "code"), [(0, True, 0), (7, True, 1), (0, False, 2)]
+)
+def test_the_exit_status_is_what_the_client_found(
+    wrong: int, complete: bool, code: int
+) -> None:
     with bench_listening() as served:
         session = served.join()
-        assert served.ask(Leave(session=session, wrong=wrong, complete=complete)) == Noted()
+        assert (
+            served.ask(Leave(session=session, wrong=wrong, complete=complete))
+            == Noted()
+        )
         wait_until(lambda: served.codes == [code], "it ended")
 
 
 @pytest.mark.parametrize(
     ("owner", "said"),
     [
-        ("sys.exit('no NIXL today')", "ended with status 1: no NIXL today; see `kvferry doctor`"),
+        (
+            "sys.exit('no NIXL today')",
+            "ended with status 1: no NIXL today; see `kvferry doctor`",
+        ),
         ("time.sleep(3600)", "hangs at its start; see `kvferry doctor`"),
     ],
 )
@@ -168,10 +203,15 @@ def test_without_memory_the_listener_says_why(
         listener.serve()
 
 
-def test_without_a_secret_the_metadata_of_another_hosts_client_never_reaches_nixl() -> None:
+def test_without_a_secret_the_metadata_of_another_hosts_client_never_reaches_nixl() -> (
+    None
+):
     """NIXL parses it in native code."""
     with bench_listening(allowed=AllowedHosts.from_entries(["10.0.0.0/8"])) as served:
-        wait_until(lambda: any("listening" in line for line in served.said), "its memory is ready")
+        wait_until(
+            lambda: any("listening" in line for line in served.said),
+            "its memory is ready",
+        )
         reply = served.ask(Join(session=SESSION, host="x", agent_metadata=b"m"))
         assert isinstance(reply, Refused)
         assert (reply.field, reply.value) == ("client", HOST)
@@ -187,12 +227,15 @@ def test_only_clients_with_the_secret_are_answered(
 ) -> None:
     with bench_listening(known=(NEW,)) as served:
         for file, said in (
-            (write(tmp_path / "other", listing(OTHER)), "it has none of the secrets listed here"),
+            (
+                write(tmp_path / "other", listing(OTHER)),
+                "it has none of the secrets listed here",
+            ),
             (None, "and there is none here"),
         ):
-            monkeypatch.delenv(VARIABLE, raising=False) if file is None else monkeypatch.setenv(
-                VARIABLE, file
-            )
+            monkeypatch.delenv(
+                VARIABLE, raising=False
+            ) if file is None else monkeypatch.setenv(VARIABLE, file)
             assert said in refused("bench", "--connect", f"{HOST}:{served.port}")
         assert isinstance(served.ask(Alive(session=SESSION), (OLD, NEW)), Refused)
 

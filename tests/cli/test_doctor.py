@@ -40,7 +40,15 @@ def test_on_this_machine_nixl_moves_every_byte_and_the_transports_are_named(
     assert "UCX_NET_DEVICE (maybe: UCX_NET_DEVICES?)" in found["UCX names"]["found"]
     assert "UCX 1." in found["NIXL library"]["found"]
     assert ran.code == int("broken" in {one["mark"] for one in found.values()})
-    assert {"python", "torch", "GPUs", "NICs", "open files", "secret", "side channel"} <= set(found)
+    assert {
+        "python",
+        "torch",
+        "GPUs",
+        "NICs",
+        "open files",
+        "secret",
+        "side channel",
+    } <= set(found)
 
 
 def test_transports_without_an_agent_are_found_twice_and_give_exit_code_1(
@@ -59,10 +67,18 @@ def test_transports_without_an_agent_are_found_twice_and_give_exit_code_1(
 
 def test_without_any_package_it_names_the_missing_ones() -> None:
     """No site-packages: no msgspec, numpy, zmq, rich, torch, NIXL, vLLM, and no traceback."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTHON")
+    }
     environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / package) for package in PACKAGES)
     # The Python that made this environment has none of its packages, and neither have its children.
-    python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    python = (
+        Path(sys.base_prefix)
+        / "bin"
+        / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    )
     command = [str(python), "-S", "-m", "kvferry", "doctor", "--json"]
     ran = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=60, check=False
@@ -70,7 +86,10 @@ def test_without_any_package_it_names_the_missing_ones() -> None:
     assert (ran.returncode, ran.stderr) == (1, "")
     found = findings(ran.stdout)
     for name in ("nixl", "torch", "msgspec", "pyzmq", "numpy"):
-        assert (found[name]["mark"], found[name]["found"]) == ("broken", "not installed")
+        assert (found[name]["mark"], found[name]["found"]) == (
+            "broken",
+            "not installed",
+        )
         package = "kvferry[worker]'" if name in ("nixl", "torch") else f"{name}>="
         assert found[name]["do"].startswith(f"pip install '{package}")
     assert found["vllm"]["mark"] == "look"
@@ -94,7 +113,12 @@ def test_only_broken_findings_decide_the_exit_status(
         "kvferry_doctor": 1,
         "broken": bool(more),
         "findings": [
-            {"check": one.check, "mark": one.mark.value, "found": one.found, "do": one.do}
+            {
+                "check": one.check,
+                "mark": one.mark.value,
+                "found": one.found,
+                "do": one.do,
+            }
             for one in (*FINDINGS, *more)
         ],
     }
@@ -144,9 +168,13 @@ def test_a_check_that_hangs_costs_itself_only_and_the_doctor_ends_in_time(
     assert shown[-1] == "huge pages, side channel"
 
 
-def test_nixl_that_hangs_is_ended_within_the_doctors_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nixl_that_hangs_is_ended_within_the_doctors_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     code = "import time; time.sleep(600)"
-    monkeypatch.setattr("kvferry.cli.doctor.loopback.check_loopback.__defaults__", (("-c", code),))
+    monkeypatch.setattr(
+        "kvferry.cli.doctor.loopback.check_loopback.__defaults__", (("-c", code),)
+    )
     started_s = time.monotonic()
     ran = run("doctor", "--json", "--timeout", "4")
     assert time.monotonic() - started_s < 4 + 2

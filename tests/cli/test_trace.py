@@ -31,20 +31,27 @@ def rows_of(out: str, request: str) -> list[str]:
     return [line for line in out.splitlines() if request in line]
 
 
-def test_the_slowest_handover_is_first_with_its_cause_and_its_phases(example: Path) -> None:
+def test_the_slowest_handover_is_first_with_its_cause_and_its_phases(
+    example: Path,
+) -> None:
     ran = run("trace", str(example), columns=140)
     assert (ran.code, ran.err) == (0, "")
     assert (
         ran.out.splitlines()[0]
         == "25 handovers of 10 processes: 23 loaded, 1 recomputed: fence, 1 not fetched: expired"
     )
-    places = [ran.out.index(f"cmpl-7c1e-{number}-0") for number in (1005, 1007, 1000, 1012)]
+    places = [
+        ran.out.index(f"cmpl-7c1e-{number}-0") for number in (1005, 1007, 1000, 1012)
+    ]
     assert places == sorted(places)
     row, phases = rows_of(ran.out, "7c1e-1005")
     assert re.search(
-        r"prefill-1 → decode-0 +1024 +71\.6 ms +decode queue 64 ms +134 MB at 29\.8 GB/s", row
+        r"prefill-1 → decode-0 +1024 +71\.6 ms +decode queue 64 ms +134 MB at 29\.8 GB/s",
+        row,
     )
-    router, decode_queue, connecting, fence, reading, other = map(float, phases.split()[1:])
+    router, decode_queue, connecting, fence, reading, other = map(
+        float, phases.split()[1:]
+    )
     assert (router, decode_queue, connecting, fence, reading) == (1, 64, 0.05, 0.25, 4)
     all_ms = router + decode_queue + connecting + fence + reading + other
     assert all_ms == pytest.approx(71.6 + 2, abs=0.1), "the handover and the first step"
@@ -57,11 +64,18 @@ def test_the_slowest_handover_is_first_with_its_cause_and_its_phases(example: Pa
 def test_the_tables_fit_80_columns_and_ids_stay_whole(example: Path) -> None:
     out = run("trace", str(example)).out
     assert max(map(len, out.splitlines())) <= 80
-    assert len(re.findall(r"^cmpl-7c1e-10\d\d-0-[0-9a-f]{8} ", out, re.MULTILINE)) == 2 * 20
-    assert re.search(r" connecting .* reading .* other$", out, re.MULTILINE), "no word is folded"
+    assert (
+        len(re.findall(r"^cmpl-7c1e-10\d\d-0-[0-9a-f]{8} ", out, re.MULTILINE))
+        == 2 * 20
+    )
+    assert re.search(r" connecting .* reading .* other$", out, re.MULTILINE), (
+        "no word is folded"
+    )
 
 
-def test_with_names_as_long_as_the_routers_and_vllms_no_column_disappears(tmp_path: Path) -> None:
+def test_with_names_as_long_as_the_routers_and_vllms_no_column_disappears(
+    tmp_path: Path,
+) -> None:
     simulation = Simulation()
     producer = simulation.engine("a735d857-d2af-4617-9d15-41517f886b45")
     consumer = simulation.engine("4e9a2461-b3f4-4eea-bc38-90ee73fc14d4_dp1")
@@ -76,7 +90,9 @@ def test_with_names_as_long_as_the_routers_and_vllms_no_column_disappears(tmp_pa
     assert phases <= {*out.partition("their phases")[2].split()}, "no word is folded"
 
 
-def test_one_slow_request_is_found_by_the_id_that_the_router_gave_it(example: Path) -> None:
+def test_one_slow_request_is_found_by_the_id_that_the_router_gave_it(
+    example: Path,
+) -> None:
     ran = run("trace", str(example), "--request", "7c1e-1012", "--json")
     (slow,) = json.loads(ran.out)["slowest"]
     assert (slow["outcome"], slow["producer"], slow["consumer"]) == (
@@ -88,7 +104,9 @@ def test_one_slow_request_is_found_by_the_id_that_the_router_gave_it(example: Pa
     assert {"phase": "router", "begun_ms": 0.0, "ended_ms": 33.0} in slow["phases"]
     assert slow["bytes"] == 1024 * 131072
     assert [worker["place"] for worker in slow["workers"]] == ["tp0", "tp1"]
-    by_theirs = run("trace", str(example), "--request", slow["consumer_request"], "--json")
+    by_theirs = run(
+        "trace", str(example), "--request", slow["consumer_request"], "--json"
+    )
     assert json.loads(by_theirs.out)["slowest"] == [slow]
 
 
@@ -96,22 +114,39 @@ def test_of_a_request_that_was_read_while_it_was_computed_steps_and_reads_are_li
     example: Path,
 ) -> None:
     name = f"7c1e-{1000 + STREAMED}"
-    row, _ = rows_of(run("trace", str(example), "--request", name, columns=140).out, name)
-    assert re.search(r" 8192 +4\.47 ms +reading 3\.27 ms of tp\d +1\.07 GB, 87% early", row)
-    (streamed,) = json.loads(run("trace", str(example), "--request", name, "--json").out)["slowest"]
+    row, _ = rows_of(
+        run("trace", str(example), "--request", name, columns=140).out, name
+    )
+    assert re.search(
+        r" 8192 +4\.47 ms +reading 3\.27 ms of tp\d +1\.07 GB, 87% early", row
+    )
+    (streamed,) = json.loads(
+        run("trace", str(example), "--request", name, "--json").out
+    )["slowest"]
     assert streamed["early_bytes"] * 8 == streamed["bytes"] * 7
     steps = streamed["steps"]
-    assert [step["stop_token"] for step in steps] == [1024 * number for number in range(1, 9)]
+    assert [step["stop_token"] for step in steps] == [
+        1024 * number for number in range(1, 9)
+    ]
     assert (steps[0]["phase"], steps[-1]["ended_ms"]) == ("prefill_step", 0)
     step_ends = [step["ended_ms"] for step in steps]
     for worker in streamed["workers"]:
         assert [chunk["begun_ms"] for chunk in worker["chunks"]] == step_ends
-        assert (worker["early_bytes"] * 2, worker["restarts"]) == (streamed["early_bytes"], 0)
+        assert (worker["early_bytes"] * 2, worker["restarts"]) == (
+            streamed["early_bytes"],
+            0,
+        )
 
 
-def test_the_answer_as_json_counts_everything_and_lists_as_many_as_asked(example: Path) -> None:
+def test_the_answer_as_json_counts_everything_and_lists_as_many_as_asked(
+    example: Path,
+) -> None:
     answer = json.loads(run("trace", str(example), "--json", "--slowest", "3").out)
-    assert (answer["kvferry_trace"], answer["handovers"], answer["processes"]) == (1, 25, 10)
+    assert (answer["kvferry_trace"], answer["handovers"], answer["processes"]) == (
+        1,
+        25,
+        10,
+    )
     assert len(answer["slowest"]) == 3
     assert sum(answer["outcomes"].values()) == 25
     assert answer["phases"]["prefill"]["count"] == 25
@@ -130,7 +165,9 @@ def test_beside_json_the_file_for_perfetto_is_named_on_standard_error(
 def test_without_a_handover_there_are_no_tables_but_what_was_damaged(
     example: Path, tmp_path: Path
 ) -> None:
-    first_line = next(example.rglob("*.jsonl")).read_bytes().splitlines(keepends=True)[0]
+    first_line = (
+        next(example.rglob("*.jsonl")).read_bytes().splitlines(keepends=True)[0]
+    )
     (tmp_path / "a.jsonl").write_bytes(first_line + b"no event\n")
     ran = run("trace", str(tmp_path))
     assert ran.code == 0
@@ -140,7 +177,9 @@ def test_without_a_handover_there_are_no_tables_but_what_was_damaged(
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-def test_one_file_for_perfetto_has_every_request(example: Path, tmp_path: Path, name: str) -> None:
+def test_one_file_for_perfetto_has_every_request(
+    example: Path, tmp_path: Path, name: str
+) -> None:
     ran = run("trace", str(example), "-o", str(tmp_path / name))
     assert (ran.code, ran.out.splitlines()[-1]) == (
         0,
@@ -174,13 +213,23 @@ def test_names_of_clients_are_text_without_control_characters(tmp_path: Path) ->
     simulation = Simulation()
     producer = simulation.engine("p<script>&\"'")
     consumer = simulation.engine("d</svg>", workers=2, host="h<b>&")
-    simulation.handover(producer, consumer, request=HOSTILE, decode_request="d" + HOSTILE)
     simulation.handover(
-        producer, consumer, request="x" + HOSTILE, reason="<i>&", recomputed="<b onclick=x>"
+        producer, consumer, request=HOSTILE, decode_request="d" + HOSTILE
     )
-    consumer.workers[0].started = msgspec.structs.replace(consumer.workers[0].started, place="<u>&")
+    simulation.handover(
+        producer,
+        consumer,
+        request="x" + HOSTILE,
+        reason="<i>&",
+        recomputed="<b onclick=x>",
+    )
+    consumer.workers[0].started = msgspec.structs.replace(
+        consumer.workers[0].started, place="<u>&"
+    )
     for worker in consumer.workers:
-        worker.events[:] = [event for event in worker.events if isinstance(event, LoadEnded)]
+        worker.events[:] = [
+            event for event in worker.events if isinstance(event, LoadEnded)
+        ]
     for number, process in enumerate(simulation.processes()):
         unknown = b'{"event":"<script>alert(2)</script>\\u202e"}\n'
         (tmp_path / f"{number}.jsonl").write_bytes(process.lines() + unknown)
@@ -188,13 +237,17 @@ def test_names_of_clients_are_text_without_control_characters(tmp_path: Path) ->
     ran = run("trace", str(tmp_path), "-o", str(out))
     assert (ran.code, ran.err) == (0, "")
     for shown in (ran.out, run("trace", str(tmp_path), "--json").out):
-        assert shown.replace("\n", "").isprintable(), "nothing reorders or hides what a reader sees"
+        assert shown.replace("\n", "").isprintable(), (
+            "nothing reorders or hides what a reader sees"
+        )
     events = json.loads(out.read_text())["traceEvents"]
     check_format(events)
     assert HOSTILE in {event["name"] for event in events}
 
 
-def test_damaged_files_are_named_and_the_rest_is_shown(example: Path, tmp_path: Path) -> None:
+def test_damaged_files_are_named_and_the_rest_is_shown(
+    example: Path, tmp_path: Path
+) -> None:
     for file in example.rglob("*.jsonl"):
         name = file.name.replace(".jsonl", f"-{file.parent.name}.jsonl")
         (tmp_path / name).write_bytes(file.read_bytes()[:-30])
@@ -207,23 +260,36 @@ def test_damaged_files_are_named_and_the_rest_is_shown(example: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        (["nowhere"], "trace: DIR is 'nowhere'; expected a folder or a file that exists"),
+        (
+            ["nowhere"],
+            "trace: DIR is 'nowhere'; expected a folder or a file that exists",
+        ),
         (["{empty}"], "files *.jsonl with traces"),
         (["{example}", "--request", "unheard of"], "--request is 'unheard of'"),
         (["{example}", "--slowest", "0"], "--slowest is '0'"),
         *(
-            (["{example}", "-o", out], f"-o is '{out}'; expected a file .json or .json.gz")
+            (
+                ["{example}", "-o", out],
+                f"-o is '{out}'; expected a file .json or .json.gz",
+            )
             for out in ("", "x.svg", "x.html", "out", "out/", "x.gz")
         ),
-        (["{example}", "-o", "/proc/version/x.json"], "expected a file that can be written"),
-        (["{example}", "-o", "/nowhere/x.json.gz"], "expected a file that can be written"),
+        (
+            ["{example}", "-o", "/proc/version/x.json"],
+            "expected a file that can be written",
+        ),
+        (
+            ["{example}", "-o", "/nowhere/x.json.gz"],
+            "expected a file that can be written",
+        ),
     ],
 )
 def test_an_error_is_reported_in_one_line(
     arguments: list[str], field: str, example: Path, tmp_path: Path
 ) -> None:
     assert field in refused(
-        "trace", *(argument.format(example=example, empty=tmp_path) for argument in arguments)
+        "trace",
+        *(argument.format(example=example, empty=tmp_path) for argument in arguments),
     )
 
 
@@ -243,7 +309,9 @@ def test_formatted_durations(nanoseconds: float, formatted: str) -> None:
 
 
 def test_the_routers_prefix_of_an_id_is_not_shown() -> None:
-    routed = "chatcmpl-___prefill_addr_10.0.0.1:8100___decode_addr_10.0.0.2:8200_1f0c99-5a2b"
+    routed = (
+        "chatcmpl-___prefill_addr_10.0.0.1:8100___decode_addr_10.0.0.2:8200_1f0c99-5a2b"
+    )
     assert short_id(routed) == "1f0c99-5a2b"
     assert len(short_id("x" * 300)) == 25
     assert short_id("cmpl-7-0") == "cmpl-7-0"

@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_configs
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
+    get_kv_cache_configs,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -32,7 +35,12 @@ ALONE = Sharding(total_heads=2, rank=0, size=1)
 
 
 def full(**changed: Any) -> Any:
-    usual = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+    usual = {
+        "block_size": 32,
+        "num_kv_heads": 2,
+        "head_size": 8,
+        "dtype": torch.bfloat16,
+    }
     return FullAttentionSpec(**{**usual, **changed})
 
 
@@ -75,7 +83,10 @@ def storage_of(view: Any) -> torch.Tensor:
 
 
 def described(
-    config: Any, views: Any, packing: str | BlockLayout = "cpu_attn/vec", sharding: Sharding = ALONE
+    config: Any,
+    views: Any,
+    packing: str | BlockLayout = "cpu_attn/vec",
+    sharding: Sharding = ALONE,
 ) -> KvCaches:
     block_layout = layout_of_packing(packing) if isinstance(packing, str) else packing
     return discover(views, config, dict.fromkeys(views, block_layout), sharding)
@@ -99,7 +110,9 @@ def configs_for(
     vllm = vllm_config("NixlConnector", module="kvferry.connector")
     vllm.cache_config.kv_cache_layout = layout
     vllm.cache_config.num_gpu_blocks_override = num_blocks
-    return get_kv_cache_configs(vllm, [dict(specs) for specs in stages], [1 << 30] * len(stages))
+    return get_kv_cache_configs(
+        vllm, [dict(specs) for specs in stages], [1 << 30] * len(stages)
+    )
 
 
 def bytes_of(tensor: PagedTensor, block: int, head: int, token: int) -> Any:

@@ -16,7 +16,9 @@ collect_ignore_glob = LEFT_OUT
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    import_quietly(config, "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn")
+    import_quietly(
+        config, "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn"
+    )
 
 
 @pytest.fixture

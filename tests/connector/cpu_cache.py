@@ -9,14 +9,24 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+)
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from kvferry.connector.layout.discovery import discover
 from kvferry.connector.layout.probe import block_layouts_of
 from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.geometry import PagedTensor
-from tests.connector.caches import bytes_of, config_of, full, group, storage_of, views_of
+from tests.connector.caches import (
+    bytes_of,
+    config_of,
+    full,
+    group,
+    storage_of,
+    views_of,
+)
 
 LAYER = "layers.1"
 KV_HEADS, QUERIES_PER_HEAD = 3, 2
@@ -106,15 +116,23 @@ class Cache:
     def where(self, kind: str, block: int, head: int, token: int) -> torch.Tensor:
         """The cell that holds a token, as indices into `bytes`, by the description alone."""
         tensor = next(tensor for tensor in self.tensors if tensor.kind == kind)
-        return torch.from_numpy(bytes_of(tensor, block, head, token) - self.bytes.data_ptr())
+        return torch.from_numpy(
+            bytes_of(tensor, block, head, token) - self.bytes.data_ptr()
+        )
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: list[int]) -> None:
         """vLLM's own write, K and V as `[tokens, heads, head_size]`."""
-        self.layer.impl.do_kv_cache_update(self.layer, key, value, self.view, torch.tensor(slots))
+        self.layer.impl.do_kv_cache_update(
+            self.layer, key, value, self.view, torch.tensor(slots)
+        )
 
-    def attend(self, query: torch.Tensor, blocks: list[int], tokens: int) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, blocks: list[int], tokens: int
+    ) -> torch.Tensor:
         """vLLM's own attention of the last `len(query)` tokens of a sequence that lies in these kernel blocks."""
-        lengths, starts = (torch.tensor(x, dtype=torch.int32) for x in ([tokens], [0, len(query)]))
+        lengths, starts = (
+            torch.tensor(x, dtype=torch.int32) for x in ([tokens], [0, len(query)])
+        )
         common = {
             "query_start_loc": starts,
             "causal": True,
@@ -132,7 +150,9 @@ class Cache:
             enable_kv_split=False,
             **common,
         )
-        key, value = self.view.view(len(self.view), self.heads, 2 * self.tokens, -1).chunk(2, dim=2)
+        key, value = self.view.view(
+            len(self.view), self.heads, 2 * self.tokens, -1
+        ).chunk(2, dim=2)
         output = torch.full_like(query, float("nan"))
         ops.cpu_attention_with_kv_cache(
             query=query,
@@ -168,7 +188,9 @@ def layer_of(kind: Kind) -> Any:
     )
 
 
-def random(kind: Kind, tokens: int, heads: int = KV_HEADS, seed: int = 0) -> torch.Tensor:
+def random(
+    kind: Kind, tokens: int, heads: int = KV_HEADS, seed: int = 0
+) -> torch.Tensor:
     source = torch.Generator().manual_seed(seed)
     return torch.randn(tokens, heads, kind.head_size, generator=source).to(kind.dtype)
 

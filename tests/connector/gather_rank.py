@@ -84,7 +84,9 @@ def _answer(answers: Any, processes: list[Any]) -> tuple[int, Rank]:
             return answer
         if any(process.exitcode for process in processes):
             break
-    raise AssertionError(f"no answer; exit codes {[process.exitcode for process in processes]}")
+    raise AssertionError(
+        f"no answer; exit codes {[process.exitcode for process in processes]}"
+    )
 
 
 def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
@@ -107,7 +109,9 @@ def _one(axes: Axes, rank: int, rendezvous: str, answers: Any) -> None:
     # they would spin.
     os.environ["VLLM_DIST_IDENT"] = f"rank {rank}"
     with set_current_vllm_config(CONFIG):
-        parallel_state.init_distributed_environment(axes.ranks, rank, rendezvous, rank, "gloo")
+        parallel_state.init_distributed_environment(
+            axes.ranks, rank, rendezvous, rank, "gloo"
+        )
         CONFIG.parallel_config.data_parallel_size = (
             axes.data
         )  # not before: vLLM would look for a rendezvous of its own

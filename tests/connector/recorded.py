@@ -47,7 +47,12 @@ def attention(tp: int, kind: Any = FullAttentionSpec, **changed: Any) -> Any:
 
 
 def latent(**changed: Any) -> Any:
-    usual = {"block_size": 16, "num_kv_heads": 1, "head_size": 24, "dtype": torch.bfloat16}
+    usual = {
+        "block_size": 16,
+        "num_kv_heads": 1,
+        "head_size": 24,
+        "dtype": torch.bfloat16,
+    }
     return MLAAttentionSpec(**{**usual, **changed})
 
 
@@ -67,7 +72,8 @@ def hybrid(name: str, pattern: str, **changed: Any) -> Recorded:
     """
     model = STATE_MODELS[name]
     layers = [
-        f"layers.{index}.{'attn' if what == 'a' else 'mixer'}" for index, what in enumerate(pattern)
+        f"layers.{index}.{'attn' if what == 'a' else 'mixer'}"
+        for index, what in enumerate(pattern)
     ]
 
     def specs(tp: int) -> Specs:
@@ -91,7 +97,11 @@ def _layers(count: int, of: Callable[[int, int], Any]) -> Callable[[int], Specs]
 
 
 def _gemma(index: int, tp: int) -> Any:
-    return attention(tp) if index % 3 == 2 else attention(tp, SlidingWindowSpec, sliding_window=40)
+    return (
+        attention(tp)
+        if index % 3 == 2
+        else attention(tp, SlidingWindowSpec, sliding_window=40)
+    )
 
 
 def _llama4(index: int, tp: int) -> Any:
@@ -103,7 +113,9 @@ def _llama4(index: int, tp: int) -> Any:
 
 
 def _deepseek(tp: int) -> Specs:
-    indexer = latent(head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
+    indexer = latent(
+        head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
+    )
     layers = ("layers.0", "layers.1")
     return {
         name: spec
@@ -127,7 +139,10 @@ RECORDED = {
         packings={
             f"layers.{at}.{name}": packing
             for at in (0, 1)
-            for name, packing in (("mla", "cpu_mla"), ("indexer.k_cache", "deepseek_v32_indexer"))
+            for name, packing in (
+                ("mla", "cpu_mla"),
+                ("indexer.k_cache", "deepseek_v32_indexer"),
+            )
         },
     ),
     "Gemma-3": _model(_layers(6, _gemma)),

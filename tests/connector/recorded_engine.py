@@ -91,14 +91,21 @@ class RecordedEngine:
         self.workers = []
         for stage, config in enumerate(self.configs):
             for rank in range(tp):
-                views = views_of(config, layout, kernel_block_sizes=_kernels(config, kernel_tokens))
+                views = views_of(
+                    config, layout, kernel_block_sizes=_kernels(config, kernel_tokens)
+                )
                 block_layouts = {
-                    name: layout_of_packing(model.packings.get(name, packing)) for name in views
+                    name: layout_of_packing(model.packings.get(name, packing))
+                    for name in views
                 }
                 sharding = Sharding(total_heads=HEADS, rank=rank, size=tp)
                 head_groups = states.head_groups if states is not None else None
-                caches = discover(views, config, block_layouts, sharding, head_groups=head_groups)
-                self.workers.append(Worker(Place(pp=stage, tp=rank), config, views, caches))
+                caches = discover(
+                    views, config, block_layouts, sharding, head_groups=head_groups
+                )
+                self.workers.append(
+                    Worker(Place(pp=stage, tp=rank), config, views, caches)
+                )
 
     def place_sequence(self, num_tokens: int, free: Sequence[int]) -> Tokens:
         """Give a sequence blocks, as vLLM has left them when so many tokens are computed."""
@@ -110,17 +117,22 @@ class RecordedEngine:
             )
             scratch = spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0
             found.append(
-                (NULL_BLOCK,) * skipped + tuple(next(ids) for _ in range(count - skipped + scratch))
+                (NULL_BLOCK,) * skipped
+                + tuple(next(ids) for _ in range(count - skipped + scratch))
             )
         return Tokens(num_tokens, tuple(found))
 
     def reported(self, tokens: Tokens) -> tuple[tuple[int, ...], ...]:
         """Its blocks as the scheduler side passes them on."""
         local: Any = SimpleNamespace(
-            groups=self.groups, block_spans=[group.block_tokens for group in self.groups]
+            groups=self.groups,
+            block_spans=[group.block_tokens for group in self.groups],
         )
         return tuple(
-            map(tuple, LocalEngine.without_scratch(local, tokens.blocks, tokens.num_tokens))
+            map(
+                tuple,
+                LocalEngine.without_scratch(local, tokens.blocks, tokens.num_tokens),
+            )
         )
 
     def write(self, tokens: Tokens, seed: int) -> None:
@@ -128,7 +140,9 @@ class RecordedEngine:
         for worker, layer, spec, ids in self._layers(tokens):
             if isinstance(spec, MambaSpec):
                 write(
-                    spec, worker.views[layer], *self._state(worker, layer, spec, ids, tokens, seed)
+                    spec,
+                    worker.views[layer],
+                    *self._state(worker, layer, spec, ids, tokens, seed),
                 )
                 continue
             values = self._values(worker, layer, tokens.num_tokens, seed)
@@ -147,24 +161,33 @@ class RecordedEngine:
             if isinstance(spec, MambaSpec):
                 block, expected = self._state(worker, layer, spec, ids, tokens, seed)
                 for found, right in zip(
-                    read(spec, worker.views[layer], block, expected), expected, strict=True
+                    read(spec, worker.views[layer], block, expected),
+                    expected,
+                    strict=True,
                 ):
                     assert torch.equal(found, right), where
                 continue
             values = self._values(worker, layer, tokens.num_tokens, seed)
-            for token in range(skipped_tokens(spec, tokens.num_tokens), tokens.num_tokens):
+            for token in range(
+                skipped_tokens(spec, tokens.num_tokens), tokens.num_tokens
+            ):
                 found = self._token(worker, layer, spec, ids, token)
                 assert torch.equal(found, values[token]), f"{where}, token {token}"
 
     def loaded_bytes(self, tokens: Tokens) -> Iterator[tuple[Worker, torch.Tensor]]:
         """By worker, a mask of the bytes of the allocation that are in the sequence's blocks, bool."""
         for worker in self.workers:
-            mask = torch.zeros_like(storage_of(next(iter(worker.views.values()))), dtype=torch.bool)
+            mask = torch.zeros_like(
+                storage_of(next(iter(worker.views.values()))), dtype=torch.bool
+            )
             for at, layer, _, ids in self._layers(tokens):
                 if at is not worker:
                     continue
                 view = worker.views[layer]
-                item, ratio = view.element_size(), view.shape[0] // worker.config.num_blocks
+                item, ratio = (
+                    view.element_size(),
+                    view.shape[0] // worker.config.num_blocks,
+                )
                 shape = (*view.shape[:3], view.shape[3] * item)
                 strides = (*(stride * item for stride in view.stride()[:3]), 1)
                 bytes_ = mask.as_strided(shape, strides, view.storage_offset() * item)
@@ -174,7 +197,13 @@ class RecordedEngine:
             yield worker, mask
 
     def _state(
-        self, worker: Worker, layer: str, spec: Any, ids: Sequence[int], tokens: Tokens, seed: int
+        self,
+        worker: Worker,
+        layer: str,
+        spec: Any,
+        ids: Sequence[int],
+        tokens: Tokens,
+        seed: int,
     ) -> tuple[int, tuple[torch.Tensor, ...]]:
         """The block of the state after the last token, and a rank's part of that state."""
         states = (
@@ -193,23 +222,33 @@ class RecordedEngine:
         block, inside = ids[token // spec.block_size], token % spec.block_size
         return view[block * ratio + inside // view.shape[2], :, inside % view.shape[2]]
 
-    def _values(self, worker: Worker, layer: str, num_tokens: int, seed: int) -> torch.Tensor:
+    def _values(
+        self, worker: Worker, layer: str, num_tokens: int, seed: int
+    ) -> torch.Tensor:
         """A rank's part of a layer's tokens, `[tokens, H, C]`: its heads of the whole model."""
         view = worker.views[layer]
         latent = layer in self.model.packings
         heads = 1 if latent else HEADS
         draw = torch.Generator().manual_seed(_seed(seed, layer))
-        whole = torch.randint(0, 100, (512, heads, view.shape[3]), generator=draw)[:num_tokens].to(
-            view.dtype
-        )
+        whole = torch.randint(0, 100, (512, heads, view.shape[3]), generator=draw)[
+            :num_tokens
+        ].to(view.dtype)
         tp, rank = self.topology.tp, worker.place.tp
         if latent:
             return whole
-        return whole.chunk(tp, dim=1)[rank] if heads >= tp else whole[:, rank * heads // tp, None]
+        return (
+            whole.chunk(tp, dim=1)[rank]
+            if heads >= tp
+            else whole[:, rank * heads // tp, None]
+        )
 
-    def _layers(self, tokens: Tokens) -> Iterator[tuple[Worker, str, Any, tuple[int, ...]]]:
+    def _layers(
+        self, tokens: Tokens
+    ) -> Iterator[tuple[Worker, str, Any, tuple[int, ...]]]:
         for worker in self.workers:
-            for group, ids in zip(worker.config.kv_cache_groups, tokens.blocks, strict=True):
+            for group, ids in zip(
+                worker.config.kv_cache_groups, tokens.blocks, strict=True
+            ):
                 for layer in group.layer_names:
                     yield worker, layer, _layer_spec(group.kv_cache_spec, layer), ids
 
@@ -239,7 +278,8 @@ def _kernels(config: Any, tokens: int | None) -> list[int] | None:
     if tokens is None:
         return None
     return [
-        spec.block_size if isinstance(spec, MambaSpec) else tokens for spec in _group_specs(config)
+        spec.block_size if isinstance(spec, MambaSpec) else tokens
+        for spec in _group_specs(config)
     ]
 
 

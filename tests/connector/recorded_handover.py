@@ -48,7 +48,9 @@ def hand_over(
     """
     theirs = source.place_sequence(num_tokens, range(1, 40))
     ours = target.place_sequence(num_tokens, range(39, 0, -1))
-    request = Request(target.reported(ours), source.reported(theirs), 0, num_tokens, num_tokens)
+    request = Request(
+        target.reported(ours), source.reported(theirs), 0, num_tokens, num_tokens
+    )
     before = _contents(target)
 
     def compute() -> None:
@@ -59,7 +61,10 @@ def hand_over(
 
     if staging_pool_bytes is None:
         compute()
-        consumer, producer = described_engine(target, "C"), described_engine(source, "P")
+        consumer, producer = (
+            described_engine(target, "C"),
+            described_engine(source, "P"),
+        )
         moved = move_by_plan(consumer, producer, request.blocks)
         check()
     else:
@@ -93,7 +98,10 @@ def move_by_plan(
 def described_engine(recorded: RecordedEngine, name: str) -> Any:
     workers = [worker(one.caches.tensors, one.place) for one in recorded.workers]
     return engine(
-        workers=workers, topology=recorded.topology, groups=recorded.groups, engine_id=name
+        workers=workers,
+        topology=recorded.topology,
+        groups=recorded.groups,
+        engine_id=name,
     )
 
 
@@ -112,7 +120,12 @@ def _by_nixl(
             shards = [(one.place, one.caches) for one in recorded.workers]
             name = f"{letter}recorded{next(_numbers)}"
             made = CacheEngine(
-                name, NixlFabric, shards, recorded.groups, recorded.topology, settings=settings
+                name,
+                NixlFabric,
+                shards,
+                recorded.groups,
+                recorded.topology,
+                settings=settings,
             )
             stack.callback(made.close)
             stack.callback(made.wait_until_idle)
@@ -123,4 +136,6 @@ def _by_nixl(
 
 
 def _contents(engine: RecordedEngine) -> list[torch.Tensor]:
-    return [storage_of(next(iter(one.views.values()))).clone() for one in engine.workers]
+    return [
+        storage_of(next(iter(one.views.values()))).clone() for one in engine.workers
+    ]

@@ -16,7 +16,9 @@ import torch
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
+from vllm.model_executor.layers.mamba.mamba_utils import (
+    MambaStateShapeCalculator as Shapes,
+)
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kinds
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -60,7 +62,9 @@ class StateModel:
             for kind, (channels, _) in self.projections.items()
         }
         return Whole(
-            self, conv, torch.randn(self.temporal or (0,), generator=draw, dtype=TEMPORAL_DTYPE)
+            self,
+            conv,
+            torch.randn(self.temporal or (0,), generator=draw, dtype=TEMPORAL_DTYPE),
         )
 
 
@@ -82,7 +86,9 @@ class Whole:
                 settings.append((channels * copies, channels * (copies - 1), alike))
             whole = torch.cat(list(self.conv.values()))
             mine = torch.zeros(
-                sum(setting[0] // tp for setting in settings), self.model.columns, dtype=whole.dtype
+                sum(setting[0] // tp for setting in settings),
+                self.model.columns,
+                dtype=whole.dtype,
             )
             mamba_v2_sharded_weight_loader(settings, tp, rank)(mine, whole)
             found.append(mine)
@@ -105,7 +111,9 @@ def bound(spec: Any, view: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(layer.kv_cache)
 
 
-def write(spec: Any, view: torch.Tensor, block: int, states: tuple[torch.Tensor, ...]) -> None:
+def write(
+    spec: Any, view: torch.Tensor, block: int, states: tuple[torch.Tensor, ...]
+) -> None:
     """Write a rank's states into a block; a convolution in whichever orientation the spec has."""
     for place, state in zip(bound(spec, view), states, strict=True):
         place[block] = state if place[block].shape == state.shape else state.T

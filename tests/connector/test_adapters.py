@@ -22,10 +22,14 @@ _writes = itertools.count(1)
 def adapter(folder: Path, fill: int = 1, **config: Any) -> Path:
     """The files of an adapter, all of whose weights are `fill`."""
     folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, **config}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 8, **config})
+    )
     weights = folder / "adapter_model.safetensors"
     safetensors(weights, fill=fill)
-    written_s = next(_writes)  # a file system's clock may not move between two writes of a test
+    written_s = next(
+        _writes
+    )  # a file system's clock may not move between two writes of a test
     os.utime(weights, (written_s, written_s))
     return folder
 
@@ -46,9 +50,15 @@ def test_no_adapter_is_no_content() -> None:
     assert Adapters().content_of(None) is None
 
 
-def test_equal_files_are_one_adapter_on_two_engines_whatever_their_names(tmp_path: Path) -> None:
-    one = adapter(tmp_path / "one", base_model_name_or_path="/models/a", peft_version="0.15.0")
-    other = adapter(tmp_path / "other", base_model_name_or_path="/srv/b", peft_version="0.16.0")
+def test_equal_files_are_one_adapter_on_two_engines_whatever_their_names(
+    tmp_path: Path,
+) -> None:
+    one = adapter(
+        tmp_path / "one", base_model_name_or_path="/models/a", peft_version="0.15.0"
+    )
+    other = adapter(
+        tmp_path / "other", base_model_name_or_path="/srv/b", peft_version="0.16.0"
+    )
     (other / "optimizer.pt").write_bytes(b"what a training leaves behind")
     assert content(one) == content(other, name="another", number=7)
 
@@ -59,7 +69,9 @@ def test_equal_files_are_one_adapter_on_two_engines_whatever_their_names(tmp_pat
 def test_two_versions_under_one_name_are_two_adapters(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
-    assert content(adapter(tmp_path / "v1")) != content(adapter(tmp_path / "v2", **changed))
+    assert content(adapter(tmp_path / "v1")) != content(
+        adapter(tmp_path / "v2", **changed)
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +107,9 @@ def test_options_that_change_what_an_adapter_does_are_part_of_it(
 
 
 @pytest.mark.parametrize("missing", ["folder", "weights"])
-def test_what_cannot_be_read_is_shared_with_no_engine(tmp_path: Path, missing: str) -> None:
+def test_what_cannot_be_read_is_shared_with_no_engine(
+    tmp_path: Path, missing: str
+) -> None:
     path = tmp_path / "adapter"
     if missing == "weights":
         (adapter(path) / "adapter_model.safetensors").unlink()
@@ -107,14 +121,18 @@ def test_what_cannot_be_read_is_shared_with_no_engine(tmp_path: Path, missing: s
     )
 
 
-def test_an_adapter_that_was_removed_after_it_was_loaded_is_what_it_was(tmp_path: Path) -> None:
+def test_an_adapter_that_was_removed_after_it_was_loaded_is_what_it_was(
+    tmp_path: Path,
+) -> None:
     path, adapters = adapter(tmp_path / "adapter"), Adapters()
     before = content(path, adapters)
     shutil.rmtree(path)
     assert content(path, adapters) == before
 
 
-def test_files_that_change_under_a_loaded_adapter_are_not_trusted(tmp_path: Path) -> None:
+def test_files_that_change_under_a_loaded_adapter_are_not_trusted(
+    tmp_path: Path,
+) -> None:
     """The engine runs with the old ones as long as it keeps them, and reads the new ones when it loads it again."""
     path, adapters = adapter(tmp_path / "adapter"), Adapters()
     content(path, adapters)
@@ -126,7 +144,9 @@ def test_files_that_change_under_a_loaded_adapter_are_not_trusted(tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("how", ["in place", "unloaded and loaded", "from another path"])
+@pytest.mark.parametrize(
+    "how", ["in place", "unloaded and loaded", "from another path"]
+)
 def test_a_new_version_under_the_same_name_is_trusted_when_the_old_ones_blocks_are_gone(
     tmp_path: Path, how: str
 ) -> None:
@@ -140,7 +160,9 @@ def test_a_new_version_under_the_same_name_is_trusted_when_the_old_ones_blocks_a
     adapters.reset()
     assert content(newer, adapters, **again) == content(newer)
     uncached = Adapters(has_prefix_cache=False)
-    assert content(adapter(tmp_path / "v3"), uncached, **first) != content(newer, uncached, **again)
+    assert content(adapter(tmp_path / "v3"), uncached, **first) != content(
+        newer, uncached, **again
+    )
 
 
 def test_what_has_not_changed_is_not_read_again(

@@ -96,7 +96,15 @@ def test_names_do_not_allow_their_addresses_nor_addresses_their_names() -> None:
 
 @pytest.mark.parametrize(
     "entry",
-    ["::ffff:10.1.0.0/112", "[2001:db8::1]", "fe80::/10", "0.0.0.0/0", "::/0", "a", "a-b.c_d"],
+    [
+        "::ffff:10.1.0.0/112",
+        "[2001:db8::1]",
+        "fe80::/10",
+        "0.0.0.0/0",
+        "::/0",
+        "a",
+        "a-b.c_d",
+    ],
 )
 def test_every_way_to_write_an_entry_is_taken(entry: str) -> None:
     assert AllowedHosts.from_entries([entry]) != AllowedHosts()
@@ -107,7 +115,9 @@ def test_a_mapped_network_allows_the_addresses_that_are_meant() -> None:
     assert allowed.allow("10.1.2.3")
     assert allowed.allow("::ffff:10.1.2.3")
     assert not allowed.allow("10.2.2.3")
-    assert not AllowedHosts.from_entries(["::/0"]).allow("10.1.2.3"), "which is no address of IPv6"
+    assert not AllowedHosts.from_entries(["::/0"]).allow("10.1.2.3"), (
+        "which is no address of IPv6"
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,14 +164,20 @@ def part(value: int, base: str) -> str:
     }[base]
 
 
-@given(NUMBERS, st.integers(1, 4), st.lists(st.sampled_from("dxXo"), min_size=4, max_size=4))
+@given(
+    NUMBERS,
+    st.integers(1, 4),
+    st.lists(st.sampled_from("dxXo"), min_size=4, max_size=4),
+)
 def test_every_spelling_that_the_c_library_accepts_is_compared_as_its_address(
     number: int, parts: int, bases: list[str]
 ) -> None:
     """One to four parts, each decimal, hexadecimal or octal: the address for `connect` decides, not the text."""
     heads = [(number >> shift) & 0xFF for shift in (24, 16, 8)][: parts - 1]
     last = number & ((1 << (32 - 8 * (parts - 1))) - 1)
-    host = ".".join(part(value, base) for value, base in zip([*heads, last], bases, strict=False))
+    host = ".".join(
+        part(value, base) for value, base in zip([*heads, last], bases, strict=False)
+    )
     expected = ipaddress.IPv4Address(number) in NETWORK
     assert ALLOWED.allow(host) == expected
     assert ALLOWED.allow(f"::ffff:{ipaddress.IPv4Address(number)}") == expected
@@ -190,7 +206,9 @@ def test_without_a_list_a_secret_allows_any_host_and_none_allows_this_one_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        allowed_hosts, "is_this_host", lambda address: str(address) in ("127.0.0.1", "10.1.2.3")
+        allowed_hosts,
+        "is_this_host",
+        lambda address: str(address) in ("127.0.0.1", "10.1.2.3"),
     )
     monkeypatch.setattr(
         allowed_hosts, "names_of_this_host", lambda: frozenset({"localhost", "node-1"})
@@ -199,7 +217,14 @@ def test_without_a_list_a_secret_allows_any_host_and_none_allows_this_one_alone(
         AllowedHosts.without_list((), "Node-1.Example."),
         AllowedHosts.without_list((NEW,)),
     )
-    for host in ("127.0.0.1", "0x7f.1", "10.1.2.3", "localhost", "NODE-1", "node-1.example"):
+    for host in (
+        "127.0.0.1",
+        "0x7f.1",
+        "10.1.2.3",
+        "localhost",
+        "NODE-1",
+        "node-1.example",
+    ):
         assert protected.allow(host), host
         assert secret.allow(host), host
     for host in ("10.1.2.4", "p0.example", "node-2", "8.8.8.8", "fd00::1"):
@@ -208,7 +233,9 @@ def test_without_a_list_a_secret_allows_any_host_and_none_allows_this_one_alone(
     assert not AllowedHosts.from_entries(["10.0.0.0/8"]).allow("127.0.0.1"), (
         "a list is all that is allowed"
     )
-    assert protected.why_not_found("localhost", ipaddress.ip_address("127.0.0.1")) is None
+    assert (
+        protected.why_not_found("localhost", ipaddress.ip_address("127.0.0.1")) is None
+    )
     assert "not this host" in str(
         protected.why_not_found("localhost", ipaddress.ip_address("10.1.2.4"))
     )

@@ -73,10 +73,14 @@ def assert_reported_where_it_writes(cache: Written, widths: dict[str, int]) -> N
         kind: torch.randn(2 * TOKENS, HEADS, width, generator=source).to(cache.dtype)
         for kind, width in widths.items()
     }
-    slots = torch.tensor([block * TOKENS + token for block in blocks for token in range(TOKENS)])
+    slots = torch.tensor(
+        [block * TOKENS + token for block in blocks for token in range(TOKENS)]
+    )
     whole = storage_of(cache.view)
     before = whole.clone()
-    cache.layer.impl.do_kv_cache_update(cache.layer, written["k"], written["v"], cache.view, slots)
+    cache.layer.impl.do_kv_cache_update(
+        cache.layer, written["k"], written["v"], cache.view, slots
+    )
     for tensor in tensors:
         assert tensor.heads == Range(0, HEADS)
         for head in range(HEADS):
@@ -85,7 +89,9 @@ def assert_reported_where_it_writes(cache: Written, widths: dict[str, int]) -> N
                     bytes_of(tensor, blocks[token // TOKENS], head, token % TOKENS)
                     - whole.data_ptr()
                 )
-                assert torch.equal(whole[torch.from_numpy(there)], value.view(torch.uint8))
+                assert torch.equal(
+                    whole[torch.from_numpy(there)], value.view(torch.uint8)
+                )
                 before[torch.from_numpy(there)] = value.view(torch.uint8)
     assert torch.equal(whole, before)
 
@@ -101,7 +107,9 @@ def test_rows_of_k_and_v_are_found_in_every_layout_and_are_where_the_description
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_planes_of_k_and_v_are_found_and_are_where_the_description_says(layout: str) -> None:
+def test_planes_of_k_and_v_are_found_and_are_where_the_description_says(
+    layout: str,
+) -> None:
     spec = spec_of(num_head_slots=2, state_content_bytes=HEADS * WIDTH * 2)
     cache = Written(layer_of(Planes()), spec, layout)
     assert cache.block_layout().pattern == "planes"
@@ -134,7 +142,10 @@ def test_a_backend_with_one_unexplained_byte_is_opaque(
             "layer layers.0 and of those like it (some_backend) is not recognised: no block layout"
             in ferry_log.text
         )
-        assert "moved whole, between engines of equal tensor-parallel size" in ferry_log.text
+        assert (
+            "moved whole, between engines of equal tensor-parallel size"
+            in ferry_log.text
+        )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +173,10 @@ def test_a_backend_that_several_patterns_explain_is_opaque(
     ferry_log: pytest.LogCaptureFixture,
 ) -> None:
     """With one token a block, rows and columns are the same bytes and cannot be distinguished."""
-    assert Written(layer_of(Rows()), spec_of(block_size=1)).block_layout().pattern == OPAQUE
+    assert (
+        Written(layer_of(Rows()), spec_of(block_size=1)).block_layout().pattern
+        == OPAQUE
+    )
     assert "2 block layouts explain what it writes" in ferry_log.text
 
 
@@ -171,7 +185,9 @@ def test_a_backend_that_raises_is_opaque_and_the_start_goes_on(
 ) -> None:
     assert Written(layer_of(Raises())).block_layout().pattern == OPAQUE
     (line,) = [
-        record.getMessage() for record in ferry_log.records if record.levelno == logging.WARNING
+        record.getMessage()
+        for record in ferry_log.records
+        if record.levelno == logging.WARNING
     ]
     assert "cannot be tried: RuntimeError: no kernel image is available;" in line
 
@@ -181,19 +197,31 @@ def test_a_backend_that_raises_is_opaque_and_the_start_goes_on(
     [
         (SimpleNamespace(), {}, "it has no cache write of its own"),
         (None, {}, "it has no cache write of its own"),
-        (SimpleNamespace(do_kv_cache_update=lambda key: None), {}, "cannot be tried: TypeError"),
-        (Rows(), {"kv_sharing_target_layer_name": "layers.9"}, "another layer writes its cache"),
+        (
+            SimpleNamespace(do_kv_cache_update=lambda key: None),
+            {},
+            "cannot be tried: TypeError",
+        ),
+        (
+            Rows(),
+            {"kv_sharing_target_layer_name": "layers.9"},
+            "another layer writes its cache",
+        ),
     ],
 )
 def test_a_backend_that_cannot_be_called_is_opaque_with_the_reason(
-    impl: Any, attributes: dict[str, Any], reason: str, ferry_log: pytest.LogCaptureFixture
+    impl: Any,
+    attributes: dict[str, Any],
+    reason: str,
+    ferry_log: pytest.LogCaptureFixture,
 ) -> None:
     assert Written(layer_of(impl, **attributes)).block_layout().pattern == OPAQUE
     assert reason in ferry_log.text
 
 
 @pytest.mark.parametrize(
-    "cache_dtype", ["nvfp4", "int8_per_token_head", "fp8_per_token_head", "turboquant_4bit_nc"]
+    "cache_dtype",
+    ["nvfp4", "int8_per_token_head", "fp8_per_token_head", "turboquant_4bit_nc"],
 )
 def test_a_cache_with_scales_beside_the_data_is_not_probed(cache_dtype: str) -> None:
     """A backend may keep views of the scales in its cache, and the probe's are temporary."""
@@ -232,7 +260,10 @@ def test_a_layer_that_shares_anothers_cache_is_like_it_and_is_not_tried() -> Non
     config = config_of(group(spec_of(), "0"))
     views = views_of(config)
     views["1"] = views["0"]
-    layers = {"0": layer_of(Rows()), "1": layer_of(Raises(), kv_sharing_target_layer_name="0")}
+    layers = {
+        "0": layer_of(Rows()),
+        "1": layer_of(Raises(), kv_sharing_target_layer_name="0"),
+    }
     found = block_layouts_of(layers, views, config, torch.bfloat16)
     assert found["1"] == found["0"]
     assert found["0"].pattern == "rows"
@@ -246,11 +277,15 @@ def test_the_memory_of_a_probe_has_the_shape_and_the_order_of_the_cache_and_stay
         group(full(num_kv_heads=8, head_size=128, block_size=16), *map(str, range(4))),
         layout=layout,
     )
-    (small,) = {Scratch(view).view.stride() for view in views_of(config, layout).values()}
+    (small,) = {
+        Scratch(view).view.stride() for view in views_of(config, layout).values()
+    }
     assert small == views_of(config, layout)["0"].stride()
     view = views_of(config, layout)["0"]
     strides = [stride * (5000 if stride > 16 * 256 else 1) for stride in view.stride()]
-    huge = torch.empty_strided((5000, *view.shape[1:]), strides, dtype=view.dtype, device="meta")
+    huge = torch.empty_strided(
+        (5000, *view.shape[1:]), strides, dtype=view.dtype, device="meta"
+    )
     scratch = Scratch(huge)
     assert scratch.raw.numel() <= 64 << 20
     assert np.array_equal(np.argsort(scratch.view.stride()), np.argsort(huge.stride()))
@@ -268,13 +303,23 @@ def test_the_cache_of_a_sparse_indexer_is_a_block_that_everybody_holds() -> None
     config = config_of(group(spec))
     views = views_of(config)
     layer = SimpleNamespace(
-        get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "DEEPSEEK_V32_INDEXER")
+        get_attn_backend=lambda: SimpleNamespace(
+            get_name=lambda: "DEEPSEEK_V32_INDEXER"
+        )
     )
-    block_layouts = block_layouts_of(dict.fromkeys(views, layer), views, config, torch.bfloat16)
+    block_layouts = block_layouts_of(
+        dict.fromkeys(views, layer), views, config, torch.bfloat16
+    )
     for rank in (0, 3):
-        found = discover(views, config, block_layouts, replace(ALONE, rank=rank, size=4)).tensors
+        found = discover(
+            views, config, block_layouts, replace(ALONE, rank=rank, size=4)
+        ).tensors
         for tensor in found:
-            assert (tensor.kind, tensor.heads, tensor.tile_tokens) == ("indexer", Range(0, 1), 64)
+            assert (tensor.kind, tensor.heads, tensor.tile_tokens) == (
+                "indexer",
+                Range(0, 1),
+                64,
+            )
             assert tensor.cell_bytes == 64 * 132 == len(all_bytes_of(tensor)) // 5
             assert tensor.format == Format(
                 dtype="uint8", packing="deepseek_v32_indexer/tokens64.content132"

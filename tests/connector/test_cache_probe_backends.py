@@ -45,12 +45,17 @@ def impl_of(module: str, name: str, **attributes: Any) -> Any:
 
 def scaled_layer(impl: Any) -> Any:
     return layer_of(
-        impl, kv_cache_dtype="auto", _k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0)
+        impl,
+        kv_cache_dtype="auto",
+        _k_scale=torch.tensor(1.0),
+        _v_scale=torch.tensor(1.0),
     )
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_cpu_attention_keeps_k_by_columns_or_at_least_its_heads_apart(kind: Kind) -> None:
+def test_cpu_attention_keeps_k_by_columns_or_at_least_its_heads_apart(
+    kind: Kind,
+) -> None:
     current_platform.import_kernels()
     cache_dtype = kind.cache_dtype
     spec = spec_of(cache_dtype, block_size=32, head_size=kind.head_size)
@@ -65,11 +70,20 @@ def test_an_instruction_set_that_the_processor_lacks_is_opaque() -> None:
     """vLLM's kernel refuses; the engine starts nevertheless."""
     assert CPUAttentionBackend.get_name() == "CPU_ATTN"
     layer = cpu_layer_of(Kind("no such set", torch.bfloat16, 64))
-    assert Written(layer, spec_of(block_size=32, head_size=64)).block_layout().pattern == OPAQUE
+    assert (
+        Written(layer, spec_of(block_size=32, head_size=64)).block_layout().pattern
+        == OPAQUE
+    )
 
 
 def stand_in(
-    key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, dtype: str, *scales: Any
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slots: Any,
+    dtype: str,
+    *scales: Any,
 ) -> None:
     """The kernel that most backends of GPUs call, `[B, N, H, D]` caches of any strides; the CPU build lacks it."""
     blocks, tokens = slots // key_cache.shape[1], slots % key_cache.shape[1]
@@ -102,7 +116,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ("module", "name"),
     [("flash_attn", "FlashAttentionImpl"), ("flex_attention", "FlexAttentionImpl")],
 )
-def test_flash_and_flex_attention_write_rows(module: str, name: str, layout: str) -> None:
+def test_flash_and_flex_attention_write_rows(
+    module: str, name: str, layout: str
+) -> None:
     impl = impl_of(module, name)
     assert Written(scaled_layer(impl), layout=layout).block_layout().pattern == "rows"
 
@@ -110,7 +126,10 @@ def test_flash_and_flex_attention_write_rows(module: str, name: str, layout: str
 @pytest.mark.usefixtures("kernels")
 def test_b12x_writes_planes() -> None:
     impl = impl_of(
-        "b12x", "B12xPagedAttentionImpl", num_kv_heads=HEADS, kv_torch_dtype=torch.bfloat16
+        "b12x",
+        "B12xPagedAttentionImpl",
+        num_kv_heads=HEADS,
+        kv_torch_dtype=torch.bfloat16,
     )
     spec = importlib.import_module(
         "vllm.v1.attention.backends.b12x"
@@ -123,11 +142,17 @@ def test_b12x_writes_planes() -> None:
 @pytest.mark.parametrize(
     ("module", "name"), [("triton_mla", "TritonMLAImpl"), ("cpu_mla", "CPUMLAImpl")]
 )
-def test_mla_writes_rows_of_latent_and_rope(module: str, name: str, layout: str) -> None:
+def test_mla_writes_rows_of_latent_and_rope(
+    module: str, name: str, layout: str
+) -> None:
     """Nearly all MLA backends of GPUs inherit the first one's cache write."""
     impl = impl_of(f"mla.{module}", name)
-    layer = layer_of(impl, kv_lora_rank=16, kv_cache_dtype="auto", _k_scale=torch.tensor(1.0))
-    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
+    layer = layer_of(
+        impl, kv_lora_rank=16, kv_cache_dtype="auto", _k_scale=torch.tensor(1.0)
+    )
+    spec = MLAAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16
+    )
     # That of the CPU needs its blocks side by side.
     expected = OPAQUE if (module, layout) == ("cpu_mla", "BLHNC") else "latent"
     assert Written(layer, spec, layout).block_layout().pattern == expected
@@ -138,9 +163,19 @@ def test_triton_attention_writes_rows_of_any_type() -> None:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("triton_probe.py"))]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(__file__).with_name("triton_probe.py")),
+    ]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {

@@ -45,7 +45,9 @@ def test_the_peers_values_mean_the_same_here() -> None:
         "kv_recompute_threshold": 0,
     }
     assert {key: getattr(read_config(turns), key) for key in turns} == turns
-    defaults = {key: value for key, value in PEER_DEFAULTS.items() if key != "num_threads"}
+    defaults = {
+        key: value for key, value in PEER_DEFAULTS.items() if key != "num_threads"
+    }
     assert read_config(defaults) == FerryConfig()
     assert FerryConfig().backends == tuple(PEER_DEFAULTS["backends"])
 
@@ -58,7 +60,8 @@ def test_a_key_of_the_peer_without_meaning_is_named_in_one_warning(
     said = [record.getMessage() for record in ferry_log.records]
     assert len(said) == (key in WITHOUT_MEANING)
     assert all(
-        line.startswith(f"{key}={PEER_DEFAULTS[key]!r} means nothing to kvferry: ") for line in said
+        line.startswith(f"{key}={PEER_DEFAULTS[key]!r} means nothing to kvferry: ")
+        for line in said
     )
 
 
@@ -85,7 +88,9 @@ def test_our_own_keys_reach_the_configuration() -> None:
 
 def test_null_stands_for_the_default() -> None:
     assert (
-        read_config(dict.fromkeys(field.name for field in dataclasses.fields(FerryConfig)))
+        read_config(
+            dict.fromkeys(field.name for field in dataclasses.fields(FerryConfig))
+        )
         == FerryConfig()
     )
 
@@ -104,7 +109,9 @@ def test_an_unknown_key_is_refused_with_its_value_the_near_miss_and_all_valid_ke
     with pytest.raises(InvalidConfig) as refused:
         read_config({key: 17})
     text = str(refused.value)
-    assert text.startswith(f"kv_connector_extra_config: {key} is 17; did you mean {near}? one of ")
+    assert text.startswith(
+        f"kv_connector_extra_config: {key} is 17; did you mean {near}? one of "
+    )
     assert all(valid in text for valid in known_keys())
     assert set(PEER_DEFAULTS) <= set(known_keys())
 
@@ -122,20 +129,32 @@ def test_under_the_stock_connectors_name_an_unknown_key_is_warned_of_and_ignored
 ) -> None:
     with pytest.raises(InvalidConfig):
         read_config({key: 17}, "FerryConnector")
-    assert read_config({key: 17, "num_threads": 3}, "NixlConnector") == FerryConfig(num_threads=3)
+    assert read_config({key: 17, "num_threads": 3}, "NixlConnector") == FerryConfig(
+        num_threads=3
+    )
     (record,) = ferry_log.records
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith(f"{key} is not a key of kvferry and is ignored; ")
+    assert record.getMessage().startswith(
+        f"{key} is not a key of kvferry and is ignored; "
+    )
     assert said in record.getMessage()
 
 
 @pytest.mark.parametrize(
-    ("text", "meant"), [("True", True), ("true", True), ("False", False), ("0", False), (1, True)]
+    ("text", "meant"),
+    [("True", True), ("true", True), ("False", False), ("0", False), (1, True)],
 )
-def test_a_choice_may_be_quoted_as_in_the_upstream_guide(text: Any, meant: bool) -> None:
+def test_a_choice_may_be_quoted_as_in_the_upstream_guide(
+    text: Any, meant: bool
+) -> None:
     for name in ("NixlConnector", "FerryConnector"):
-        config = read_config({"bidirectional_kv_xfer": text, "allow_cumem_allocator": text}, name)
-        assert (config.bidirectional_kv_xfer, config.allow_cumem_allocator) == (meant, meant)
+        config = read_config(
+            {"bidirectional_kv_xfer": text, "allow_cumem_allocator": text}, name
+        )
+        assert (config.bidirectional_kv_xfer, config.allow_cumem_allocator) == (
+            meant,
+            meant,
+        )
 
 
 @pytest.mark.parametrize(
@@ -224,7 +243,8 @@ def test_every_option_has_wrong_values_below() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+    ("key", "value"),
+    [(key, value) for key, values in WRONG.items() for value in values],
 )
 def test_a_value_of_the_wrong_type_or_range_is_refused_by_key_and_value(
     key: str, value: Any
@@ -239,16 +259,21 @@ def test_producers_to_prewarm_are_for_consumers_and_must_be_allowed() -> None:
     named = {"prewarm_peers": ["10.1.2.3:5600", "p0.example:5600"]}
     for role in ("kv_consumer", "kv_both"):
         check_role(read_config(named), role)
-        check_role(read_config({**named, "allowed_hosts": ["10.1.0.0/16", "*.example"]}), role)
+        check_role(
+            read_config({**named, "allowed_hosts": ["10.1.0.0/16", "*.example"]}), role
+        )
         with pytest.raises(
-            InvalidConfig, match=r"prewarm_peers is 'p0\.example:5600'; .* allowed_hosts"
+            InvalidConfig,
+            match=r"prewarm_peers is 'p0\.example:5600'; .* allowed_hosts",
         ):
             check_role(read_config({**named, "allowed_hosts": ["10.1.0.0/16"]}), role)
     with pytest.raises(InvalidConfig, match=r"prewarm_peers .* kv_producer"):
         check_role(read_config(named), "kv_producer")
 
 
-@pytest.mark.parametrize("key", [option.name for option in dataclasses.fields(FerryConfig)])
+@pytest.mark.parametrize(
+    "key", [option.name for option in dataclasses.fields(FerryConfig)]
+)
 def test_a_number_of_thousands_of_digits_is_refused_by_name(key: str) -> None:
     with pytest.raises(InvalidConfig) as refused:
         read_config({key: 10**5000})

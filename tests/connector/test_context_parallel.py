@@ -24,7 +24,10 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.worker import cp_utils
 
-from kvferry.connector.context_parallel import AttentionRefused, check_attention_cp_compatibility
+from kvferry.connector.context_parallel import (
+    AttentionRefused,
+    check_attention_cp_compatibility,
+)
 from tests.harness.core.configs import HEAD_SIZE, HEADS, vllm_config
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4))
@@ -98,10 +101,15 @@ def configured(
     return config
 
 
-def _built(config: Any, ranks: int, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _built(
+    config: Any, ranks: int, make: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
     """The implementation made in a process that is one of `dcp` decode context parallel ranks."""
     group = SimpleNamespace(world_size=ranks, rank_in_group=0) if ranks > 1 else None
-    with set_current_vllm_config(config), mock.patch.object(parallel_state, "_DCP", group):
+    with (
+        set_current_vllm_config(config),
+        mock.patch.object(parallel_state, "_DCP", group),
+    ):
         return make(*arguments, **named)
 
 
@@ -113,7 +121,9 @@ def reasons(config: Any, target: Container[str] | None = None) -> list[str]:
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: str(backend.__name__))
-def test_what_vllm_refuses_is_refused_and_nothing_else(backend: Any, drafts: bool) -> None:
+def test_what_vllm_refuses_is_refused_and_nothing_else(
+    backend: Any, drafts: bool
+) -> None:
     seen = set()
     targets: tuple[set[str] | None, ...] = (None, {"layers.0"}, {DRAFT})
     for (pcp, dcp), interleave, target in itertools.product(SIZES, (1, 16), targets):

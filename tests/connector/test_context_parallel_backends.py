@@ -9,7 +9,10 @@ from unittest import mock
 
 import pytest
 
-from kvferry.connector.context_parallel import AttentionRefused, check_attention_cp_compatibility
+from kvferry.connector.context_parallel import (
+    AttentionRefused,
+    check_attention_cp_compatibility,
+)
 from kvferry.protocol.errors import KvferryError
 
 
@@ -64,14 +67,17 @@ def check_layers(
         parallel_config=parallel, speculative_config=object() if speculative else None
     )
     with mock.patch(
-        "kvferry.connector.context_parallel.get_layers_from_vllm_config", return_value=layers
+        "kvferry.connector.context_parallel.get_layers_from_vllm_config",
+        return_value=layers,
     ):
         check_attention_cp_compatibility(config, pcp_layers)
 
 
 def layer(backend: object = LatentBackend, **impl: Any) -> SimpleNamespace:
     said = {"need_to_return_lse_for_decode": True, "dcp_world_size": 2, **impl}
-    return SimpleNamespace(get_attn_backend=lambda: backend, impl=SimpleNamespace(**said))
+    return SimpleNamespace(
+        get_attn_backend=lambda: backend, impl=SimpleNamespace(**said)
+    )
 
 
 def reasons(layers: Mapping[str, object], **sizes: Any) -> list[str]:
@@ -112,13 +118,17 @@ def test_only_a_yes_is_a_yes(answer: object) -> None:
 
 
 def test_what_has_no_attention_is_passed_over() -> None:
-    check_layers({"mlp": SimpleNamespace(), "none": SimpleNamespace(impl=None)}, pcp=2, dcp=2)
+    check_layers(
+        {"mlp": SimpleNamespace(), "none": SimpleNamespace(impl=None)}, pcp=2, dcp=2
+    )
 
 
 def test_a_drafter_that_every_rank_runs_whole_need_not_be_able() -> None:
     layers = {
         "model.0": layer(),
-        "draft.0": layer(DenseBackend, dcp_world_size=1, need_to_return_lse_for_decode=False),
+        "draft.0": layer(
+            DenseBackend, dcp_world_size=1, need_to_return_lse_for_decode=False
+        ),
     }
     check_layers(layers, pcp=2, dcp=2, pcp_layers={"model.0"})
     assert len(reasons(layers, pcp=2, dcp=2)) == 2

@@ -50,19 +50,32 @@ def test_a_token_of_a_head_is_where_the_description_says_with_the_very_bytes_tha
 
 
 def engine_of(caches: list[Cache]) -> Any:
-    workers = [worker(cache.caches.tensors, Place(tp=rank)) for rank, cache in enumerate(caches)]
+    workers = [
+        worker(cache.caches.tensors, Place(tp=rank))
+        for rank, cache in enumerate(caches)
+    ]
     return engine(
-        workers=workers, topology=Topology(tp=len(caches)), groups=groups_of(caches[0].config)
+        workers=workers,
+        topology=Topology(tp=len(caches)),
+        groups=groups_of(caches[0].config),
     )
 
 
 def move(
-    sources: list[Cache], targets: list[Cache], theirs: list[int], ours: list[int], tokens: int
+    sources: list[Cache],
+    targets: list[Cache],
+    theirs: list[int],
+    ours: list[int],
+    tokens: int,
 ) -> int:
     """Carry out the workers' plan, with memmove in place of NIXL. Returns the bytes that moved."""
     consumer, producer = engine_of(targets), engine_of(sources)
     request = RequestBlocks(
-        local=[ours], remote=[theirs], first_token=0, stop_token=tokens, num_tokens=tokens
+        local=[ours],
+        remote=[theirs],
+        first_token=0,
+        stop_token=tokens,
+        num_tokens=tokens,
     )
     return move_by_plan(consumer, producer, request)
 
@@ -83,7 +96,9 @@ def test_a_sequence_moved_by_the_plan_gives_the_same_attention_from_other_blocks
     assert not torch.equal(target.attend(query, ours, tokens), expected)
     before = target.bytes.clone()
     moved = move([source], [target], theirs, ours, tokens)
-    assert moved == 2 * 3 * KV_HEADS * 32 * 2 * kind.head_size * source.view.element_size()
+    assert (
+        moved == 2 * 3 * KV_HEADS * 32 * 2 * kind.head_size * source.view.element_size()
+    )
     assert torch.equal(target.attend(query, ours, tokens), expected)
     written = torch.zeros(len(before), dtype=torch.bool)
     for tensor in target.caches.tensors:
@@ -95,7 +110,9 @@ def test_a_sequence_moved_by_the_plan_gives_the_same_attention_from_other_blocks
 
 @every_kind
 @pytest.mark.parametrize(("here", "there"), [(1, 3), (3, 1)])
-def test_ranks_of_another_number_give_the_same_attention(kind: Kind, here: int, there: int) -> None:
+def test_ranks_of_another_number_give_the_same_attention(
+    kind: Kind, here: int, there: int
+) -> None:
     tokens = 32 + 9
     sources, targets = (
         [
@@ -110,9 +127,13 @@ def test_ranks_of_another_number_give_the_same_attention(kind: Kind, here: int, 
         for cache in sharded:
             cache.bytes.fill_(0)
     for cache in sources:
-        held = slice(cache.sharding.rank * cache.heads, (cache.sharding.rank + 1) * cache.heads)
+        held = slice(
+            cache.sharding.rank * cache.heads, (cache.sharding.rank + 1) * cache.heads
+        )
         cache.write(
-            key[:, held].contiguous(), value[:, held].contiguous(), slots_of([3, 1], tokens)
+            key[:, held].contiguous(),
+            value[:, held].contiguous(),
+            slots_of([3, 1], tokens),
         )
     move(sources, targets, [3, 1], [1, 2], tokens)
 

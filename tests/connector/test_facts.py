@@ -65,10 +65,17 @@ def test_weights_on_disk_are_part_of_the_fingerprint(tmp_path: Path) -> None:
     assert all(one.startswith("weights:") for one in seen)
 
 
-def test_random_weights_are_those_of_their_seed_whatever_lies_on_disk(tmp_path: Path) -> None:
+def test_random_weights_are_those_of_their_seed_whatever_lies_on_disk(
+    tmp_path: Path,
+) -> None:
     safetensors(tmp_path / "model.safetensors")
-    dummy: Any = {"model_config__model": str(tmp_path), "load_config__load_format": "dummy"}
-    one, same, another = (facts(model_config__seed=seed, **dummy).fingerprint for seed in (1, 1, 2))
+    dummy: Any = {
+        "model_config__model": str(tmp_path),
+        "load_config__load_format": "dummy",
+    }
+    one, same, another = (
+        facts(model_config__seed=seed, **dummy).fingerprint for seed in (1, 1, 2)
+    )
     assert one == same != another
     assert one.startswith("config:")
 
@@ -131,7 +138,8 @@ def test_an_executor_that_keeps_the_reports_of_all_stages_but_the_last_is_refuse
     check_supported(engine_config(**stages), FerryConfig())
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     check_supported(
-        engine_config(**{**stages, "parallel_config__pipeline_parallel_size": 1}), FerryConfig()
+        engine_config(**{**stages, "parallel_config__pipeline_parallel_size": 1}),
+        FerryConfig(),
     )
     with pytest.raises(InvalidConfig, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND"):
         check_supported(engine_config(**stages), FerryConfig())
@@ -149,17 +157,24 @@ def test_tokens_are_shared_out_in_runs_of_vllms_length() -> None:
 
 
 @pytest.mark.parametrize(("draft_heads", "uniform"), [(2, True), (1, False)])
-def test_a_drafter_with_other_heads_makes_them_uncertain(draft_heads: int, uniform: bool) -> None:
+def test_a_drafter_with_other_heads_makes_them_uncertain(
+    draft_heads: int, uniform: bool
+) -> None:
     config = engine_config()
     draft = SimpleNamespace(
-        get_total_num_kv_heads=lambda: draft_heads, hf_text_config=SimpleNamespace(to_dict=dict)
+        get_total_num_kv_heads=lambda: draft_heads,
+        hf_text_config=SimpleNamespace(to_dict=dict),
     )
-    config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
+    config.speculative_config = SimpleNamespace(
+        method="eagle", draft_model_config=draft
+    )
     assert sharding_of(config, Place()).uniform is uniform
 
 
 def test_a_separate_cache_dtype_and_quantised_weights_are_reported() -> None:
-    reported = facts(cache_config__cache_dtype="fp8_e4m3", model_config__quantization="awq")
+    reported = facts(
+        cache_config__cache_dtype="fp8_e4m3", model_config__quantization="awq"
+    )
     assert (reported.dtype, reported.cache_dtype, reported.quantization) == (
         "float32",
         "fp8_e4m3",
@@ -191,7 +206,10 @@ def test_engines_whose_prompts_are_not_read_while_they_are_computed(
 
 
 def test_of_hybrids_what_grows_with_the_prompt_is_read_while_it_is_computed() -> None:
-    for make in (partial(kv_cache_config, 8, window=32), partial(kv_cache_config, 8, states=1)):
+    for make in (
+        partial(kv_cache_config, 8, window=32),
+        partial(kv_cache_config, 8, states=1),
+    ):
         assert can_stream(engine_config(), make(), FerryConfig())
         nothing_grows = make()
         del nothing_grows.kv_cache_groups[0]

@@ -13,9 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connector.engine.fingerprint import fingerprint, local_model_dir, local_weights_dir
+from kvferry.connector.engine.fingerprint import (
+    fingerprint,
+    local_model_dir,
+    local_weights_dir,
+)
 
-CONFIG: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "rope_scaling": {"factor": 2.0}}
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "rope_scaling": {"factor": 2.0},
+}
 TENSOR_BYTES = 4096
 
 
@@ -29,7 +37,9 @@ def safetensors(
         entries[name] = {"dtype": "U8", "shape": [TENSOR_BYTES], "data_offsets": span}
     header = json.dumps(entries).encode()
     file.write_bytes(
-        len(header).to_bytes(8, "little") + header + bytes([fill]) * (TENSOR_BYTES * len(names))
+        len(header).to_bytes(8, "little")
+        + header
+        + bytes([fill]) * (TENSOR_BYTES * len(names))
     )
 
 
@@ -49,7 +59,9 @@ def test_the_same_files_have_the_same_fingerprint(model: Path) -> None:
     assert len(first) == len("weights:") + 32
 
 
-def test_a_copy_under_another_name_has_the_same_fingerprint(model: Path, tmp_path: Path) -> None:
+def test_a_copy_under_another_name_has_the_same_fingerprint(
+    model: Path, tmp_path: Path
+) -> None:
     copy = shutil.copytree(model, tmp_path / "elsewhere")
     os.utime(copy / "model-1.safetensors", (0, 0))
     named = [
@@ -65,7 +77,9 @@ def test_a_copy_under_another_name_has_the_same_fingerprint(model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("tensor", [0, 1, 2])
-def test_other_weights_of_the_same_shape_have_another_fingerprint(model: Path, tensor: int) -> None:
+def test_other_weights_of_the_same_shape_have_another_fingerprint(
+    model: Path, tensor: int
+) -> None:
     before = fingerprint(CONFIG, model)
     file = model / "model-2.safetensors"
     raw = bytearray(file.read_bytes())
@@ -75,7 +89,9 @@ def test_other_weights_of_the_same_shape_have_another_fingerprint(model: Path, t
     assert fingerprint(CONFIG, model) != before
 
 
-def test_another_header_config_file_or_seed_gives_another_fingerprint(model: Path) -> None:
+def test_another_header_config_file_or_seed_gives_another_fingerprint(
+    model: Path,
+) -> None:
     seen = {
         fingerprint(CONFIG, model),
         fingerprint(CONFIG, model, "dummy:1"),
@@ -94,9 +110,13 @@ def test_another_header_config_file_or_seed_gives_another_fingerprint(model: Pat
 
 
 @pytest.mark.parametrize("files", ["missing", "none", "no weights"])
-def test_without_files_only_the_configuration_is_reported(files: str, tmp_path: Path) -> None:
+def test_without_files_only_the_configuration_is_reported(
+    files: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text("{}")
-    where = {"missing": tmp_path / "absent", "none": None, "no weights": tmp_path}[files]
+    where = {"missing": tmp_path / "absent", "none": None, "no weights": tmp_path}[
+        files
+    ]
     found = fingerprint(CONFIG, where)
     assert found.startswith("config:")
     assert found != fingerprint({**CONFIG, "hidden_size": 65}, where)
@@ -123,13 +143,20 @@ def test_one_gguf_file_is_not_its_neighbour(tmp_path: Path) -> None:
     """Quantisations of one model lie side by side in one directory, and either may be named by its path."""
     for name, fill in (("q4", 1), ("q8", 2)):
         (tmp_path / f"{name}.gguf").write_bytes(bytes([fill]) * 4096)
-    found = [local_model_dir(str(tmp_path / f"{name}.gguf"), None, None) for name in ("q4", "q8")]
+    found = [
+        local_model_dir(str(tmp_path / f"{name}.gguf"), None, None)
+        for name in ("q4", "q8")
+    ]
     assert fingerprint(CONFIG, found[0]) != fingerprint(CONFIG, found[1])
     assert fingerprint(CONFIG, found[0]).startswith("weights:")
 
 
 def corrupt(header: bytes, length: int | None = None) -> bytes:
-    return (len(header) if length is None else length).to_bytes(8, "little") + header + b"\1" * 64
+    return (
+        (len(header) if length is None else length).to_bytes(8, "little")
+        + header
+        + b"\1" * 64
+    )
 
 
 CORRUPT = {
@@ -140,7 +167,9 @@ CORRUPT = {
     "an entry that is a list": corrupt(b'{"a": [1]}'),
     "offsets that are not finite": corrupt(b'{"a": {"data_offsets": [NaN, Infinity]}}'),
     "negative offsets": corrupt(b'{"a": {"data_offsets": [-9000, -8000]}}'),
-    "offsets beyond 64 bits": corrupt(b'{"a": {"data_offsets": [0, 1%s]}}' % (b"0" * 40)),
+    "offsets beyond 64 bits": corrupt(
+        b'{"a": {"data_offsets": [0, 1%s]}}' % (b"0" * 40)
+    ),
     "as deep as the parser goes": corrupt(b'{"a":' * 50_000),
 }
 
@@ -160,7 +189,8 @@ def test_a_corrupt_safetensors_file_stops_nothing_and_changes_the_fingerprint(
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
     ),
     max_leaves=6,
 )
@@ -171,7 +201,9 @@ _JSON = st.recursive(
     | _JSON.map(lambda value: json.dumps({"a": {"data_offsets": value}}).encode())
 )
 @settings(max_examples=100)
-def test_any_header_is_survived(tmp_path_factory: pytest.TempPathFactory, header: bytes) -> None:
+def test_any_header_is_survived(
+    tmp_path_factory: pytest.TempPathFactory, header: bytes
+) -> None:
     folder = tmp_path_factory.getbasetemp() / "any-header"
     folder.mkdir(exist_ok=True)
     (folder / "model.safetensors").write_bytes(corrupt(header))
@@ -184,7 +216,10 @@ def test_a_file_of_many_gigabytes_is_quick(tmp_path: Path, name: str) -> None:
     with (tmp_path / name).open("wb") as file:
         if name.endswith("safetensors"):
             span = size // 10_000
-            entries = {f"t{n}": {"data_offsets": [n * span, (n + 1) * span]} for n in range(10_000)}
+            entries = {
+                f"t{n}": {"data_offsets": [n * span, (n + 1) * span]}
+                for n in range(10_000)
+            }
             header = json.dumps(entries).encode()
             file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(size)
@@ -193,13 +228,17 @@ def test_a_file_of_many_gigabytes_is_quick(tmp_path: Path, name: str) -> None:
     assert time.process_time() - started_s < 2
 
 
-def test_a_models_files_are_found_where_it_lies_and_a_bad_name_is_no_error(tmp_path: Path) -> None:
+def test_a_models_files_are_found_where_it_lies_and_a_bad_name_is_no_error(
+    tmp_path: Path,
+) -> None:
     assert local_model_dir(str(tmp_path), None, None) == tmp_path
     for name in ("org/absent", "a/b/c/d", "\0", "repo:Q4_K_M", ""):
         assert local_model_dir(name, None, str(tmp_path)) is None
 
 
-def test_a_snapshot_in_the_hubs_cache_is_found_without_the_network(tmp_path: Path) -> None:
+def test_a_snapshot_in_the_hubs_cache_is_found_without_the_network(
+    tmp_path: Path,
+) -> None:
     repository = tmp_path / "models--org--toy"
     snapshot = repository / "snapshots" / ("c" * 40)
     snapshot.mkdir(parents=True)

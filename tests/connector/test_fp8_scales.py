@@ -48,7 +48,10 @@ def tensors_of(cache: Written, tp: int = 1, rank: int = 0) -> list[PagedTensor]:
 
 
 def float8_cache(
-    impl: Any, k_scale: Any = 0.5, v_scale: Any = 0.037, dtype: torch.dtype = torch.bfloat16
+    impl: Any,
+    k_scale: Any = 0.5,
+    v_scale: Any = 0.037,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Written:
     return Written(float8_layer(impl, k_scale, v_scale), spec_of("fp8"), dtype=dtype)
 
@@ -64,7 +67,9 @@ def test_which_float8_it_is_and_its_scales_are_part_of_the_description(
     k, v = (tensor for tensor in tensors_of(cache) if tensor.layer == LAYER)
     for tensor, kind, scale in ((k, "k", scales[0]), (v, "v", scales[1])):
         assert tensor.kind == kind
-        assert tensor.format == Format(dtype=name, quantization="fp8_per_tensor", packing="plain")
+        assert tensor.format == Format(
+            dtype=name, quantization="fp8_per_tensor", packing="plain"
+        )
         assert tensor.scales == pytest.approx((scale,))
         assert tensor.cell_bytes == WIDTH
 
@@ -84,25 +89,38 @@ def test_the_description_yields_the_values_that_were_written() -> None:
     """value = stored · scale, from the description alone."""
     cache = float8_cache(Float8(torch.float8_e4m3fn), [0.5, 0.3], [1.0, 4.0])
     values = (
-        VALUES[torch.randint(len(VALUES), (2, TOKENS, HEADS, WIDTH), generator=torch.Generator())]
+        VALUES[
+            torch.randint(
+                len(VALUES), (2, TOKENS, HEADS, WIDTH), generator=torch.Generator()
+            )
+        ]
     ).bfloat16()
     slots = 3 * TOKENS + torch.arange(TOKENS)
-    cache.layer.impl.do_kv_cache_update(cache.layer, values[0], values[1], cache.view, slots)
+    cache.layer.impl.do_kv_cache_update(
+        cache.layer, values[0], values[1], cache.view, slots
+    )
     whole = storage_of(cache.view)
     for tensor, written in zip(
         (one for one in tensors_of(cache) if one.layer == LAYER), values, strict=True
     ):
         for head in range(HEADS):
             for token in range(TOKENS):
-                there = torch.from_numpy(bytes_of(tensor, 3, head, token) - whole.data_ptr())
+                there = torch.from_numpy(
+                    bytes_of(tensor, 3, head, token) - whole.data_ptr()
+                )
                 stored = whole[there].view(FLOAT8[tensor.format.dtype]).float()
                 torch.testing.assert_close(
-                    stored * tensor.scales[head], written[token, head].float(), rtol=0.07, atol=0
+                    stored * tensor.scales[head],
+                    written[token, head].float(),
+                    rtol=0.07,
+                    atol=0,
                 )
 
 
 @pytest.mark.parametrize("use", ["", "_other_scale"])
-def test_a_backend_that_stores_by_other_scales_than_the_layers_is_opaque(use: str) -> None:
+def test_a_backend_that_stores_by_other_scales_than_the_layers_is_opaque(
+    use: str,
+) -> None:
     cache = float8_cache(Float8(torch.float8_e4m3fn, use))
     cache.layer._k_other_scale, cache.layer._v_other_scale = 0.25, 0.037
     assert cache.block_layout().pattern == BY_HEAD
@@ -113,7 +131,10 @@ def test_a_backend_that_stores_by_other_scales_than_the_layers_is_opaque(use: st
 
 @pytest.mark.parametrize(
     "scales",
-    [(([0.5, 0.5], [0.25, 0.25]), ([0.5, 0.3], [0.25, 0.25])), (([0.5], [1.0]), ([0.25], [2.0]))],
+    [
+        (([0.5, 0.5], [0.25, 0.25]), ([0.5, 0.3], [0.25, 0.25])),
+        (([0.5], [1.0]), ([0.25], [2.0])),
+    ],
     ids=["of heads, equal in one layer", "of a layer"],
 )
 def test_layers_of_one_kind_have_their_own_scales(scales: Any) -> None:
@@ -126,13 +147,17 @@ def test_layers_of_one_kind_have_their_own_scales(scales: Any) -> None:
     found = block_layouts_of(layers, cache.views, cache.config, cache.dtype)
     assert [one.pattern for one in found.values()] == ["rows", "rows"]
     for one, (k, v) in zip(found.values(), scales, strict=True):
-        assert one.scales == {"k": pytest.approx(tuple(k)), "v": pytest.approx(tuple(v))}
+        assert one.scales == {
+            "k": pytest.approx(tuple(k)),
+            "v": pytest.approx(tuple(v)),
+        }
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_invalid_scales_are_refused_at_the_start_by_layer(scale: float) -> None:
     with pytest.raises(
-        InvalidConfig, match=r"cache of layer layers\.0 is .*v scales .*; expected static scales"
+        InvalidConfig,
+        match=r"cache of layer layers\.0 is .*v scales .*; expected static scales",
     ):
         float8_cache(Float8(torch.float8_e4m3fn), 1.0, scale).block_layout()
 
@@ -171,11 +196,14 @@ def test_mla_in_float8_has_the_one_scale_of_its_rows() -> None:
         )
 
 
-def test_scales_that_a_running_engine_calculates_are_refused_at_the_start_by_layer() -> None:
+def test_scales_that_a_running_engine_calculates_are_refused_at_the_start_by_layer() -> (
+    None
+):
     cache = float8_cache(Float8(torch.float8_e4m3fn))
     cache.layer.calculate_kv_scales = True
     with pytest.raises(
-        InvalidConfig, match=r"cache of layer layers\.0 is 'calculate_kv_scales'; expected static"
+        InvalidConfig,
+        match=r"cache of layer layers\.0 is 'calculate_kv_scales'; expected static",
     ):
         cache.block_layout()
 
@@ -185,7 +213,9 @@ def engine_of(scales: tuple[Any, Any], impl: Any = None, tp: int = 1) -> Any:
     for rank in range(tp):
         cache = float8_cache(impl or Float8(torch.float8_e4m3fn), *scales)
         workers.append(worker(tensors_of(cache, tp, rank), Place(tp=rank)))
-    return engine(workers=workers, topology=Topology(tp=tp), groups=groups_of(cache.config))
+    return engine(
+        workers=workers, topology=Topology(tp=tp), groups=groups_of(cache.config)
+    )
 
 
 def test_opaque_blocks_of_other_scales_are_never_taken_for_equal() -> None:
@@ -211,7 +241,9 @@ def attention_layer(cache_dtype: str, heads: int) -> Any:
     return layer
 
 
-def test_scales_are_read_where_vllm_leaves_those_of_a_checkpoint_one_for_all_heads() -> None:
+def test_scales_are_read_where_vllm_leaves_those_of_a_checkpoint_one_for_all_heads() -> (
+    None
+):
     layer = attention_layer("fp8", HEADS)
     method: Any = BaseKVCacheMethod.__new__(BaseKVCacheMethod)
     method.create_weights(layer)
@@ -222,7 +254,9 @@ def test_scales_are_read_where_vllm_leaves_those_of_a_checkpoint_one_for_all_hea
     assert reported == {"tensors": {"k": (0.125,), "v": (pytest.approx(0.3),)}}
 
 
-def test_scales_are_read_where_vllm_leaves_those_of_a_checkpoint_one_for_each_head() -> None:
+def test_scales_are_read_where_vllm_leaves_those_of_a_checkpoint_one_for_each_head() -> (
+    None
+):
     layer = attention_layer("fp8", HEADS)
     method: Any = CompressedTensorsKVCacheMethod.__new__(CompressedTensorsKVCacheMethod)
     scheme = {"strategy": "attn_head"}

@@ -32,7 +32,9 @@ def test_every_worker_receives_all_descriptions_of_its_engine_in_order(
     axes: Axes, tmp_path: Path
 ) -> None:
     each = axes.ranks // axes.data
-    for rank, found in enumerate(gathered_by_all(axes, f"file://{tmp_path / 'rendezvous'}")):
+    for rank, found in enumerate(
+        gathered_by_all(axes, f"file://{tmp_path / 'rendezvous'}")
+    ):
         first = rank // each * each
         assert found.agents == [f"rank {first + n}" for n in range(each)]
         assert found.agents[found.index] == f"rank {rank}"
@@ -75,7 +77,9 @@ def test_a_lone_worker_gathers_without_communication(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_fails_keeps_no_other_waiting(tmp_path: Path) -> None:
-    found = gathered_by_all(Axes(pp=2, tp=2, failing=1), f"file://{tmp_path / 'rendezvous'}")
+    found = gathered_by_all(
+        Axes(pp=2, tp=2, failing=1), f"file://{tmp_path / 'rendezvous'}"
+    )
     reported = ["SiblingFailed: worker 1: ValueError: no caches"]
     assert [rank.agents for rank in found] == [
         reported,
@@ -89,7 +93,9 @@ def test_an_engine_with_more_tensors_than_another_reads_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers = [make_worker(place=Place(tp=tp)) for tp in range(2)]
-    described = [FerryHandshake.from_workers(worker.place, workers) for worker in workers]
+    described = [
+        FerryHandshake.from_workers(worker.place, workers) for worker in workers
+    ]
     tensors = sum(len(worker.tensors) for worker in workers)
     monkeypatch.setattr(messages, "MAX_ENGINE_TENSORS", tensors)
     assert len(workers_of(described)) == 2

@@ -92,7 +92,11 @@ def test_one_allocation_is_registered_once_and_the_cells_of_a_group_overlap_nowh
     assert region.length == len(storage_of(next(iter(one.views.values()))))
     for index in range(len(one.config.kv_cache_groups)):
         mine = np.concatenate(
-            [all_bytes_of(tensor) for tensor in one.caches.tensors if tensor.group == index]
+            [
+                all_bytes_of(tensor)
+                for tensor in one.caches.tensors
+                if tensor.group == index
+            ]
         )
         assert len(np.unique(mine)) == len(mine)
         assert region.address <= mine.min()
@@ -123,18 +127,25 @@ def test_a_single_group_on_a_rank_that_may_be_any_is_paired_with_equal_ranks_onl
     known = RECORDED[name]
     unsure = replace(
         known,
-        states={layer: replace(model, head_groups=None) for layer, model in known.states.items()},
+        states={
+            layer: replace(model, head_groups=None)
+            for layer, model in known.states.items()
+        },
     )
     hand_over(RecordedEngine(unsure, 4), RecordedEngine(unsure, 4), num_tokens=40)
     with pytest.raises(PlanRefused) as refused:
         hand_over(RecordedEngine(unsure, 4), RecordedEngine(unsure, 1), num_tokens=40)
     assert {reason.field for reason in refused.value.reasons} == {
-        f"{layer}/{kind}.format" for layer in unsure.states for kind in ("conv.B", "conv.C")
+        f"{layer}/{kind}.format"
+        for layer in unsure.states
+        for kind in ("conv.B", "conv.C")
     }
 
 
 def test_copies_of_the_only_group_are_read_from_the_ranks_in_turn() -> None:
-    source, target = (RecordedEngine(RECORDED["Granite, one group"], tp) for tp in (4, 2))
+    source, target = (
+        RecordedEngine(RECORDED["Granite, one group"], tp) for tp in (4, 2)
+    )
     held = {
         tensor.heads
         for one in source.workers
@@ -144,7 +155,9 @@ def test_copies_of_the_only_group_are_read_from_the_ranks_in_turn() -> None:
     assert held == {Range(0, 12)}
     read_from = {
         route.place.tp
-        for plan in plan_engine(described_engine(target, "C"), described_engine(source, "P"))
+        for plan in plan_engine(
+            described_engine(target, "C"), described_engine(source, "P")
+        )
         for route in plan.routes
         for item in route.slices
         if item.local.kind == "conv.B"
@@ -172,7 +185,10 @@ def test_stages_that_lack_all_layers_of_a_group_keep_its_place(
 @pytest.mark.parametrize("num_tokens", [63, 64, 65, 127, 128, 129])
 def test_of_chunked_attention_only_the_last_chunk_is_moved(num_tokens: int) -> None:
     """Chunks of 64 tokens in blocks of 32, on one layer of each of three groups; one layer holds everything."""
-    source, target = RecordedEngine(RECORDED["Llama-4"]), RecordedEngine(RECORDED["Llama-4"])
+    source, target = (
+        RecordedEngine(RECORDED["Llama-4"]),
+        RecordedEngine(RECORDED["Llama-4"]),
+    )
     moved = hand_over(source, target, num_tokens)
     tokens = -(-num_tokens // 32) * 32
     skipped = num_tokens // 64 * 64
@@ -181,21 +197,28 @@ def test_of_chunked_attention_only_the_last_chunk_is_moved(num_tokens: int) -> N
 
 @pytest.mark.parametrize("num_tokens", [40, 71, 72, 73, 150])
 def test_of_a_sliding_window_only_its_blocks_are_moved(num_tokens: int) -> None:
-    source, target = RecordedEngine(RECORDED["Gemma-3"]), RecordedEngine(RECORDED["Gemma-3"])
+    source, target = (
+        RecordedEngine(RECORDED["Gemma-3"]),
+        RecordedEngine(RECORDED["Gemma-3"]),
+    )
     moved = hand_over(source, target, num_tokens)
     tokens = -(-num_tokens // 32) * 32
     skipped = max(0, num_tokens - 39) // 32 * 32
     assert moved == (2 * tokens + 4 * (tokens - skipped)) * 4 * 2 * 8 * 2
 
 
-def test_of_a_state_only_the_block_after_the_last_token_is_moved_whatever_the_drafts() -> None:
+def test_of_a_state_only_the_block_after_the_last_token_is_moved_whatever_the_drafts() -> (
+    None
+):
     model = RECORDED["Qwen3-Next, prefix caching and drafts"]
     source, target = RecordedEngine(model), RecordedEngine(model)
     ids = source.place_sequence(100, range(1, 40)).blocks[0]
     assert [block != 0 for block in ids] == [False, False, False, True, True, True]
     moved = hand_over(source, target, num_tokens=100)
     assert (
-        moved == 3 * model.specs(1)["layers.0.mixer"].state_content_size_bytes + 128 * 4 * 2 * 8 * 2
+        moved
+        == 3 * model.specs(1)["layers.0.mixer"].state_content_size_bytes
+        + 128 * 4 * 2 * 8 * 2
     )
 
 
@@ -207,14 +230,20 @@ def test_of_a_state_only_the_block_after_the_last_token_is_moved_whatever_the_dr
             CacheGroup(policy="full", block_tokens=32),
         ),
         (attention(1, sliding_window=64), CacheGroup(policy="full", block_tokens=32)),
-        (attention(1, attention_chunk_size=64), CacheGroup(policy="full", block_tokens=32)),
+        (
+            attention(1, attention_chunk_size=64),
+            CacheGroup(policy="full", block_tokens=32),
+        ),
         (
             attention(1, SlidingWindowSpec, sliding_window=64, extra_retained_tokens=2),
             CacheGroup(policy="window", block_tokens=32, window_tokens=66),
         ),
         (latent(), CacheGroup(policy="full", block_tokens=16)),
         (attention(1, non_causal=True), CacheGroup(policy="whole", block_tokens=32)),
-        (replace(latent(), non_causal=True), CacheGroup(policy="whole", block_tokens=16)),
+        (
+            replace(latent(), non_causal=True),
+            CacheGroup(policy="whole", block_tokens=16),
+        ),
         (
             UniformTypeKVCacheSpecs(
                 block_size=32,
@@ -227,7 +256,11 @@ def test_of_a_state_only_the_block_after_the_last_token_is_moved_whatever_the_dr
         ),
         (
             SlidingWindowMLASpec(
-                block_size=16, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, sliding_window=32
+                block_size=16,
+                num_kv_heads=1,
+                head_size=24,
+                dtype=torch.bfloat16,
+                sliding_window=32,
             ),
             CacheGroup(policy="window", block_tokens=16, window_tokens=32),
         ),
@@ -260,10 +293,16 @@ def test_a_group_says_which_tokens_it_holds(spec: Any, reported: CacheGroup) -> 
 def test_ranks_that_share_tokens_out_say_so_of_the_caches_that_vllm_shards() -> None:
     """Decode context parallelism: of the drafter's cache every rank holds all tokens."""
     share = Interleave(ranks=2, rank=1, run_tokens=4)
-    config = config_of(group(full(), "layers.0"), group(full(dcp_sharded=False), "draft.0"))
+    config = config_of(
+        group(full(), "layers.0"), group(full(dcp_sharded=False), "draft.0")
+    )
     views = views_of(config)
     found = discover(
-        views, config, dict.fromkeys(views, layout_of_packing("gpu_rows")), ALONE, interleave=share
+        views,
+        config,
+        dict.fromkeys(views, layout_of_packing("gpu_rows")),
+        ALONE,
+        interleave=share,
     )
     reported = {(tensor.layer, tensor.interleave) for tensor in found.tensors}
     assert reported == {("layers.0", share), ("draft.0", Interleave())}
@@ -297,13 +336,19 @@ def test_states_are_never_shared_out_by_tokens() -> None:
     (one,) = engine_.workers
     share = Interleave(ranks=2, rank=1, run_tokens=4)
     block_layouts = dict.fromkeys(one.views, layout_of_packing("gpu_rows"))
-    found = discover(one.views, one.config, block_layouts, ALONE, interleave=share, head_groups=4)
+    found = discover(
+        one.views, one.config, block_layouts, ALONE, interleave=share, head_groups=4
+    )
     assert {x.interleave for x in found.tensors if "mixer" in x.layer} == {Interleave()}
     assert {x.interleave for x in found.tensors if "attn" in x.layer} == {share}
 
 
-def test_layers_that_share_a_base_address_in_different_shapes_are_both_described() -> None:
+def test_layers_that_share_a_base_address_in_different_shapes_are_both_described() -> (
+    None
+):
     config = config_of(group(full(), "layers.0", "layers.1"))
     views = views_of(config)
-    views["layers.1"] = views["layers.0"][:, :, :, :].as_strided((5, 2, 32, 16), (1024, 16, 32, 1))
+    views["layers.1"] = views["layers.0"][:, :, :, :].as_strided(
+        (5, 2, 32, 16), (1024, 16, 32, 1)
+    )
     assert len(described(config, views, "gpu_rows").tensors) == 4

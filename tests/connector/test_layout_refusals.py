@@ -53,10 +53,19 @@ ATTENTION: dict[str, Any] = {
 }
 LATENT: dict[str, Any] = {**ATTENTION, "num_kv_heads": 1}
 REFUSED: dict[str, tuple[Any, str]] = {
-    "ring": (CircularBufferSpec(**ATTENTION), "CircularBufferSpec: a ring buffer of keys"),
-    "answers": (RSWASpec(**ATTENTION, rswa_window=64), "RSWASpec: a window over answers only"),
+    "ring": (
+        CircularBufferSpec(**ATTENTION),
+        "CircularBufferSpec: a ring buffer of keys",
+    ),
+    "answers": (
+        RSWASpec(**ATTENTION, rswa_window=64),
+        "RSWASpec: a window over answers only",
+    ),
     "hidden": (HiddenStateCacheSpec(**LATENT), "HiddenStateCacheSpec: hidden states"),
-    "cross": (CrossAttentionSpec(**ATTENTION), "CrossAttentionSpec: keys of an encoder"),
+    "cross": (
+        CrossAttentionSpec(**ATTENTION),
+        "CrossAttentionSpec: keys of an encoder",
+    ),
     "encoder": (
         EncoderOnlyAttentionSpec(**ATTENTION),
         "EncoderOnlyAttentionSpec: an encoder's layer",
@@ -112,9 +121,13 @@ def test_caches_that_cannot_be_transferred_are_refused_by_layer_and_reason_in_sc
 @pytest.mark.parametrize(
     "changed", [{"host_resident": True}, {"role": KVCacheGroupRole.HISPARSE_INDEXER}]
 )
-def test_caches_that_vllm_keeps_in_host_memory_are_refused(changed: dict[str, Any]) -> None:
+def test_caches_that_vllm_keeps_in_host_memory_are_refused(
+    changed: dict[str, Any],
+) -> None:
     config = SimpleNamespace(transfer_groups=[group(full(), "layers.3", **changed)])
-    with pytest.raises(InvalidConfig, match=r"layers\.3 .*expected caches in the device's memory"):
+    with pytest.raises(
+        InvalidConfig, match=r"layers\.3 .*expected caches in the device's memory"
+    ):
         groups_of(config)
 
 
@@ -146,7 +159,10 @@ def test_static_scales_are_accepted_and_named_in_the_format(mode: KVQuantMode) -
             lambda view: view.flatten(1, 2),
             r"is 'shape \[5, 64, 16\]'; expected a view \[blocks, heads",
         ),
-        (lambda view: view[:3], "is '3 kernel blocks'; expected a multiple of 5 blocks"),
+        (
+            lambda view: view[:3],
+            "is '3 kernel blocks'; expected a multiple of 5 blocks",
+        ),
         (lambda view: view[..., ::2], ".*expected contiguous content"),
     ],
     ids=[
@@ -166,14 +182,18 @@ def test_a_view_that_is_not_as_vllm_makes_them_is_refused(
 
 def test_a_cache_whose_layer_is_not_known_is_refused() -> None:
     config = config_of(group(full(), "layers.2"))
-    with pytest.raises(InvalidConfig, match=r"layers\.2 .*whose attention backend is known"):
+    with pytest.raises(
+        InvalidConfig, match=r"layers\.2 .*whose attention backend is known"
+    ):
         discover(views_of(config), config, {}, Sharding(2, 0, 1))
 
 
 def test_a_group_of_two_policies_is_refused() -> None:
     specs = {"a": full(), "b": SlidingWindowSpec(**ATTENTION, sliding_window=9)}
     config = SimpleNamespace(
-        transfer_groups=[group(UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs), "a")]
+        transfer_groups=[
+            group(UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs), "a")
+        ]
     )
     with pytest.raises(InvalidConfig, match="one policy for the whole group"):
         groups_of(config)
@@ -187,7 +207,10 @@ def test_a_group_of_two_policies_is_refused() -> None:
             "is 'a state of CUSTOM'; expected a state of one of MAMBA1",
         ),
         (
-            {"shapes": ((152, 3), (8, 16, 12), (8, 4, 16)), "dtypes": (torch.bfloat16,) * 3},
+            {
+                "shapes": ((152, 3), (8, 16, 12), (8, 4, 16)),
+                "dtypes": (torch.bfloat16,) * 3,
+            },
             "is '3 states'; expected 2 of MAMBA2: rings and records",
         ),
         (
@@ -226,7 +249,10 @@ def layer_of(backend: Any, **attributes: Any) -> Any:
 def test_the_packing_names_the_backend_and_on_the_cpu_its_instruction_set() -> None:
     flash = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
     assert packing_of(layer_of(flash), "layers.0") == "flash_attn"
-    assert packing_of(layer_of(CPUAttentionBackend, isa="vec16"), "layers.0") == "cpu_attn/vec16"
+    assert (
+        packing_of(layer_of(CPUAttentionBackend, isa="vec16"), "layers.0")
+        == "cpu_attn/vec16"
+    )
     assert packing_of(SimpleNamespace(), "layers.0") == "simplenamespace"
 
 
@@ -235,7 +261,8 @@ def test_the_packing_tells_the_kinds_of_float8_apart_which_vllm_keeps_in_one_dty
 ):
     def packing(cache_dtype: str) -> str:
         return packing_of(
-            layer_of(CPUAttentionBackend, isa="vec", kv_cache_dtype=cache_dtype), "layers.0"
+            layer_of(CPUAttentionBackend, isa="vec", kv_cache_dtype=cache_dtype),
+            "layers.0",
         )
 
     assert packing("fp8") == packing("fp8_e4m3") == "cpu_attn/vec/fp8_e4m3"
@@ -250,7 +277,8 @@ def test_before_vllm_has_chosen_an_instruction_set_the_packing_asks_as_vllm_does
     config = vllm_config("NixlConnector", module="kvferry.connector")
     with set_current_vllm_config(config):
         reported = packing_of(
-            layer_of(CPUAttentionBackend, head_size=head_size, kv_cache_dtype="auto"), "layers.0"
+            layer_of(CPUAttentionBackend, head_size=head_size, kv_cache_dtype="auto"),
+            "layers.0",
         )
     assert (
         reported

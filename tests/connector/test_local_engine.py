@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.connector.config import FerryConfig
@@ -36,7 +40,10 @@ def window() -> Any:
 
 def cache(*groups: Any) -> KVCacheConfig:
     return KVCacheConfig(
-        num_blocks=50, kv_cache_tensors=[], kv_cache_groups=list(groups), kv_cache_layout="LBHNC"
+        num_blocks=50,
+        kv_cache_tensors=[],
+        kv_cache_groups=list(groups),
+        kv_cache_layout="LBHNC",
     )
 
 
@@ -70,14 +77,19 @@ def finished(tokens: int) -> Request:
 
 
 def built(
-    builder: ParamsBuilder, request: Request, block_ids: tuple[list[int], ...], lease: ProducerLease
+    builder: ParamsBuilder,
+    request: Request,
+    block_ids: tuple[list[int], ...],
+    lease: ProducerLease,
 ) -> RemotePrefill | None:
     """The params of all complete tokens of a request."""
     num_tokens = builder.num_complete_tokens(request, lease.use)
     return builder.build(request, block_ids, num_tokens, lease)
 
 
-@pytest.mark.parametrize(("dcp", "spans"), [(1, (16, 16)), (2, (32, 16)), (4, (64, 16))])
+@pytest.mark.parametrize(
+    ("dcp", "spans"), [(1, (16, 16)), (2, (32, 16)), (4, (64, 16))]
+)
 def test_ranks_that_share_tokens_out_widen_the_blocks_of_sharded_groups_only(
     dcp: int, spans: tuple[int, int]
 ) -> None:
@@ -105,17 +117,24 @@ def test_a_window_of_whole_tokens_beside_shared_out_ones_keeps_its_own_count() -
         CacheGroup(policy="window", block_tokens=16, window_tokens=40),
     )
     params_builder = ParamsBuilder(
-        local_engine(groups=groups, block_spans=(32, 16)), cache(latent(), window()), 30.0
+        local_engine(groups=groups, block_spans=(32, 16)),
+        cache(latent(), window()),
+        30.0,
     )
     params = built(
-        params_builder, finished(100), ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]), LEASE
+        params_builder,
+        finished(100),
+        ([1, 2, 3, 4, 5], [0, 0, 0, 8, 9, 10, 11, 12]),
+        LEASE,
     )
     assert params is not None
     assert params.remote_block_ids == ((1, 2, 3, 4), (8, 9, 10, 11))
     assert params.kvferry.held_from == (0, 48)
 
 
-@pytest.mark.parametrize(("use", "tokens"), [(LeaseUse.PROMPT, 100), (LeaseUse.TURN, 98)])
+@pytest.mark.parametrize(
+    ("use", "tokens"), [(LeaseUse.PROMPT, 100), (LeaseUse.TURN, 98)]
+)
 def test_an_answer_is_offered_without_what_a_predictor_wrote_from_drafts(
     use: LeaseUse, tokens: int
 ) -> None:
@@ -128,7 +147,9 @@ def test_an_answer_is_offered_without_what_a_predictor_wrote_from_drafts(
     assert (params.remote_num_tokens, len(params.kvferry.digests)) == (tokens, 1)
 
 
-@pytest.mark.parametrize(("span", "blocks"), [(512, (3,)), (20, (3, 5)), (16, (3, 5, 7))])
+@pytest.mark.parametrize(
+    ("span", "blocks"), [(512, (3,)), (20, (3, 5)), (16, (3, 5, 7))]
+)
 def test_scratch_blocks_behind_a_state_are_not_loaded_into(
     span: int, blocks: tuple[int, ...]
 ) -> None:
@@ -138,11 +159,16 @@ def test_scratch_blocks_behind_a_state_are_not_loaded_into(
         CacheGroup(policy="full", block_tokens=16),
     )
     engine = local_engine(groups=groups, block_spans=(span, 16))
-    assert engine.without_scratch(((3, 5, 7, 8), (1, 2, 4, 6)), 40) == (blocks, (1, 2, 4, 6))
+    assert engine.without_scratch(((3, 5, 7, 8), (1, 2, 4, 6)), 40) == (
+        blocks,
+        (1, 2, 4, 6),
+    )
 
 
 def both_roles(**config: Any) -> LocalEngine:
-    made = vllm_config("NixlConnector", module="kvferry.connector", role="kv_both", **config)
+    made = vllm_config(
+        "NixlConnector", module="kvferry.connector", role="kv_both", **config
+    )
     return LocalEngine.from_vllm_config(
         made, config_of(group(full())), FerryConfig(bidirectional_kv_xfer=True)
     )
@@ -155,14 +181,17 @@ def test_a_model_with_a_recurrent_state_takes_turns_and_offers_none(
         CacheGroup(policy="full", block_tokens=16),
         CacheGroup(policy="state", block_tokens=16),
     )
-    monkeypatch.setattr("kvferry.connector.engine.local_engine.groups_of", lambda config: groups)
+    monkeypatch.setattr(
+        "kvferry.connector.engine.local_engine.groups_of", lambda config: groups
+    )
     made = both_roles()
     assert (made.offers_turns, made.takes_turns) == (False, True)
     assert "recurrent state" in ferry_log.records[-1].getMessage()
 
 
 @pytest.mark.parametrize(
-    ("cache_gib", "prefixes", "is_hashed"), [(0, False, False), (0, True, True), (4, False, True)]
+    ("cache_gib", "prefixes", "is_hashed"),
+    [(0, False, False), (0, True, True), (4, False, True)],
 )
 def test_two_engines_share_identifiers_of_images_only_where_vllm_hashes_what_is_in_them(
     monkeypatch: pytest.MonkeyPatch, cache_gib: float, prefixes: bool, is_hashed: bool

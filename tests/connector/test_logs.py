@@ -45,7 +45,8 @@ class Log:
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     log = Log()
     monkeypatch.setattr(
-        "kvferry.connector.logs.logging", SimpleNamespace(getLogger=log.manager.getLogger)
+        "kvferry.connector.logs.logging",
+        SimpleNamespace(getLogger=log.manager.getLogger),
     )
     return log
 
@@ -65,7 +66,11 @@ def test_a_log_with_handlers_of_its_own_is_left_alone(log: Log) -> None:
     log.kvferry.addHandler(own)
     join_vllm_log()
     log.ours.warning("mine")
-    assert (len(own.lines), len(log.handler.lines), len(log.root_handler.lines)) == (1, 0, 1)
+    assert (len(own.lines), len(log.handler.lines), len(log.root_handler.lines)) == (
+        1,
+        0,
+        1,
+    )
 
 
 SCRIPT = """
@@ -88,7 +93,9 @@ def test_in_a_real_process_the_line_looks_like_vllms_own() -> None:
         check=True,
         env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},
     )
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if "req=abc" in line]
+    lines = [
+        line for line in (done.stdout + done.stderr).splitlines() if "req=abc" in line
+    ]
     assert len(lines) == 1
     assert " WARNING " in f" {lines[0]}"
     assert lines[0].endswith("kvferry: req=abc is lost")

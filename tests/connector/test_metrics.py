@@ -20,7 +20,12 @@ from prometheus_client import Histogram as PromHistogram
 from kvferry.connector.connector import FerryConnector
 from kvferry.connector.metrics.prometheus import FerryPromMetrics
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
-from kvferry.connector.metrics.tables import COUNTERS, HISTOGRAMS, RECOMPUTE_REASONS, RELEASE_WAYS
+from kvferry.connector.metrics.tables import (
+    COUNTERS,
+    HISTOGRAMS,
+    RECOMPUTE_REASONS,
+    RELEASE_WAYS,
+)
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.counters import CounterKey
 from kvferry.scheduler.producer.lease import LeaseUse
@@ -53,7 +58,9 @@ def record(
         relayout_s=0.125,
         early_bytes=early_bytes,
     )
-    for stage, now_s in zip([*Stage][1:], (101.0, 103.0, 107.0, 115.0, 131.0), strict=True):
+    for stage, now_s in zip(
+        [*Stage][1:], (101.0, 103.0, 107.0, 115.0, 131.0), strict=True
+    ):
         made.go_on(stage, now_s)
     made.end(163.0)
     return made
@@ -118,7 +125,9 @@ def test_an_interval_is_the_sum_of_its_steps(
     assert counters_of(whole) == dict(expected)
     assert whole.data.get("samples", {}) == values
     assert whole.is_empty() == (not expected and not values)
-    assert pickle.dumps([part.data for part in parts]) == before, "what is added is not changed"
+    assert pickle.dumps([part.data for part in parts]) == before, (
+        "what is added is not changed"
+    )
 
 
 def test_statistics_survive_both_of_vllms_ways_between_processes() -> None:
@@ -130,7 +139,9 @@ def test_statistics_survive_both_of_vllms_ways_between_processes() -> None:
     assert FerryConnector.build_kv_connector_stats().is_empty()
 
 
-def test_of_a_gauge_the_latest_word_counts_and_the_log_gets_it(registry: Registry) -> None:
+def test_of_a_gauge_the_latest_word_counts_and_the_log_gets_it(
+    registry: Registry,
+) -> None:
     whole = FerryStats()
     for blocks in (3.0, 9.0, 4.0):
         reported = FerryStats.from_counts({}, {}, {"quarantined_blocks_now": blocks})
@@ -149,7 +160,9 @@ def test_a_load_costs_the_step_little() -> None:
     step = SimpleNamespace(tell=FerryStats.from_results)
     counted.wrap(step, ["tell"])
     nothing = counted.median(lambda: step.tell(StepResults(), labels), 3)
-    one = counted.median(lambda: step.tell(StepResults(load_records=[record()]), labels), 3)
+    one = counted.median(
+        lambda: step.tell(StepResults(load_records=[record()]), labels), 3
+    )
     assert 0 < nothing < 100
     assert one < 900, "instructions on the thread that launches forward passes"
 
@@ -202,7 +215,9 @@ class Registry:
         self.metrics = FerryPromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]})
 
     def value(self, name: str, engine: int = 0, **labels: str) -> Any:
-        return self.registry.get_sample_value(f"vllm:{name}", {"engine": str(engine), **labels})
+        return self.registry.get_sample_value(
+            f"vllm:{name}", {"engine": str(engine), **labels}
+        )
 
 
 @pytest.fixture
@@ -210,7 +225,9 @@ def registry() -> Registry:
     return Registry()
 
 
-def test_every_counter_and_label_is_there_from_the_start_at_zero(registry: Registry) -> None:
+def test_every_counter_and_label_is_there_from_the_start_at_zero(
+    registry: Registry,
+) -> None:
     for spec in COUNTERS.values():
         for label in spec.values or ("",):
             labels = {spec.label: label} if spec.label else {}
@@ -219,7 +236,9 @@ def test_every_counter_and_label_is_there_from_the_start_at_zero(registry: Regis
         assert registry.value(f"{shape.exported}_count") == 0
 
 
-def test_every_reason_of_a_failed_load_reaches_its_own_label(registry: Registry) -> None:
+def test_every_reason_of_a_failed_load_reaches_its_own_label(
+    registry: Registry,
+) -> None:
     reported = FerryStats.from_results(EVERYTHING, PeerLabels(8))
     assert reported is not None
     registry.metrics.observe(reported.to_dict(), 1)
@@ -230,9 +249,13 @@ def test_every_reason_of_a_failed_load_reaches_its_own_label(registry: Registry)
     assert registry.value("nixl_num_descriptors_count", 1) == 2
 
 
-def test_an_expired_lease_is_counted_under_the_peers_name_too(registry: Registry) -> None:
+def test_an_expired_lease_is_counted_under_the_peers_name_too(
+    registry: Registry,
+) -> None:
     registry.metrics.observe(
-        stats({("leases_released", "expired"): 2, ("leases_released", "done"): 5}).to_dict()
+        stats(
+            {("leases_released", "expired"): 2, ("leases_released", "done"): 5}
+        ).to_dict()
     )
     assert registry.value("nixl_num_kv_expired_reqs_total") == 2
     assert registry.value("kvferry_leases_released_total", how="done") == 5
@@ -240,7 +263,10 @@ def test_an_expired_lease_is_counted_under_the_peers_name_too(registry: Registry
 
 def test_an_engine_that_is_not_known_is_left_out(registry: Registry) -> None:
     registry.metrics.observe(
-        stats({("leases_released", "expired"): 1, ("loads", ""): 1}, {"load_s": [1.0]}).to_dict(), 7
+        stats(
+            {("leases_released", "expired"): 1, ("loads", ""): 1}, {"load_s": [1.0]}
+        ).to_dict(),
+        7,
     )
     assert registry.value("kvferry_loads_total") == 0
 
@@ -253,15 +279,23 @@ SOURCES = "".join(
     for file in sorted((REPOSITORY / package / "kvferry").rglob("*.py"))
     if file.name != "tables.py"
 )
-BY_USE = {f"{use.value}_{event}" for use in LeaseUse for event in ("opened", "refused", "released")}
+BY_USE = {
+    f"{use.value}_{event}"
+    for use in LeaseUse
+    for event in ("opened", "refused", "released")
+}
 """Counters whose name begins with what a lease is for."""
 
 
 def test_every_exported_counter_and_label_is_counted_somewhere() -> None:
     """Otherwise it would always be zero."""
     labels = {*RECOMPUTE_REASONS, *RELEASE_WAYS}
-    assert not [name for name in {*COUNTERS, *labels} - BY_USE if f'"{name}"' not in SOURCES]
+    assert not [
+        name for name in {*COUNTERS, *labels} - BY_USE if f'"{name}"' not in SOURCES
+    ]
     assert set(COUNTERS) >= BY_USE
     assert {
-        reason for reason in FailureReason.__members__ if f"FailureReason.{reason}" not in SOURCES
+        reason
+        for reason in FailureReason.__members__
+        if f"FailureReason.{reason}" not in SOURCES
     } == set()

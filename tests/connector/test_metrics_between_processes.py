@@ -35,7 +35,10 @@ class FrontEnds:
                 for kind in (Counter, Gauge, Histogram)
             }
             self._metrics.append(
-                (identified, FerryPromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]}))
+                (
+                    identified,
+                    FerryPromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]}),
+                )
             )
         self._monkeypatch = monkeypatch
 
@@ -60,7 +63,9 @@ class FrontEnds:
         """The result of a scrape, which does not depend on the process that answers."""
         registry = CollectorRegistry()
         MultiProcessCollector(registry, path=str(self._folder))
-        return registry.get_sample_value(f"vllm:{name}", {"engine": str(engine), **labels})
+        return registry.get_sample_value(
+            f"vllm:{name}", {"engine": str(engine), **labels}
+        )
 
 
 @pytest.fixture
@@ -68,8 +73,12 @@ def front_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FrontEnds:
     return FrontEnds(monkeypatch, tmp_path)
 
 
-def test_counters_and_histograms_are_added_up_over_processes(front_ends: FrontEnds) -> None:
-    front_ends.observe(0, {("loads", ""): 2, ("placed_loads", "staged"): 1}, {"queue_s": [0.1]})
+def test_counters_and_histograms_are_added_up_over_processes(
+    front_ends: FrontEnds,
+) -> None:
+    front_ends.observe(
+        0, {("loads", ""): 2, ("placed_loads", "staged"): 1}, {"queue_s": [0.1]}
+    )
     front_ends.observe(
         1, {("loads", ""): 3, ("placed_loads", "staged"): 1}, {"queue_s": [0.2, 0.3]}
     )
@@ -94,9 +103,13 @@ def test_of_a_gauge_the_latest_word_counts_whichever_process_it_came_to(
     )
 
 
-def test_producers_that_appear_later_are_exported_and_added_up(front_ends: FrontEnds) -> None:
+def test_producers_that_appear_later_are_exported_and_added_up(
+    front_ends: FrontEnds,
+) -> None:
     front_ends.observe(0, {("peer_bytes", "10.0.0.1:5600"): 100})
-    front_ends.observe(1, {("peer_bytes", "10.0.0.1:5600"): 20, ("peer_bytes", "10.0.0.2:5600"): 3})
+    front_ends.observe(
+        1, {("peer_bytes", "10.0.0.1:5600"): 20, ("peer_bytes", "10.0.0.2:5600"): 3}
+    )
     assert front_ends.value("kvferry_peer_bytes_total", peer="10.0.0.1:5600") == 120
     assert front_ends.value("kvferry_peer_bytes_total", peer="10.0.0.2:5600") == 3
     assert front_ends.value("kvferry_peer_bytes_total", peer="other") == 0

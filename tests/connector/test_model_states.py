@@ -45,14 +45,19 @@ def test_states_arrive_right_per_projection_whatever_the_ranks(
         RecordedEngine(RECORDED[name], producer),
         RecordedEngine(RECORDED[name], consumer),
     )
-    moved = hand_over(source, target, NUM_TOKENS, next(_seeds), staging_pool_bytes=POOLS[pool])
+    moved = hand_over(
+        source, target, NUM_TOKENS, next(_seeds), staging_pool_bytes=POOLS[pool]
+    )
     tensors = [tensor for one in target.workers for tensor in one.caches.tensors]
     attention = sum(
-        len(tensor.heads) * tensor.cell_bytes for tensor in tensors if tensor.kind in ("k", "v")
+        len(tensor.heads) * tensor.cell_bytes
+        for tensor in tensors
+        if tensor.kind in ("k", "v")
     )
     specs = RECORDED[name].specs(consumer)
     states = (
-        sum(specs[layer].state_content_size_bytes for layer in RECORDED[name].states) * consumer
+        sum(specs[layer].state_content_size_bytes for layer in RECORDED[name].states)
+        * consumer
     )
     unit = math.gcd(source.groups[-1].block_tokens, target.groups[-1].block_tokens)
     if pool == "direct":  # what is staged may bring more of a block than is needed
@@ -67,20 +72,32 @@ def test_states_arrive_from_engines_that_keep_a_columns_channels_together(
     source = RecordedEngine(RECORDED["Nemotron-H"], 2)
     orient(monkeypatch, layouts[1])
     target = RecordedEngine(RECORDED["Nemotron-H"])
-    hand_over(source, target, NUM_TOKENS, next(_seeds), staging_pool_bytes=POOLS["staged"])
+    hand_over(
+        source, target, NUM_TOKENS, next(_seeds), staging_pool_bytes=POOLS["staged"]
+    )
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3.2", "Gemma-3", "Llama-4", "Llama with a drafter"])
-def test_attention_of_every_kind_arrives_from_layers_that_lie_in_one_block(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["DeepSeek-V3.2", "Gemma-3", "Llama-4", "Llama with a drafter"]
+)
+def test_attention_of_every_kind_arrives_from_layers_that_lie_in_one_block(
+    name: str,
+) -> None:
     source, target = (
         RecordedEngine(RECORDED[name], layout="BLHNC"),
         RecordedEngine(RECORDED[name], 2),
     )
-    hand_over(source, target, NUM_TOKENS, next(_seeds), staging_pool_bytes=POOLS["direct"])
+    hand_over(
+        source, target, NUM_TOKENS, next(_seeds), staging_pool_bytes=POOLS["direct"]
+    )
 
 
-@pytest.mark.parametrize("name", ["Qwen3-Next, prefix caching and drafts", "Nemotron-H"])
-def test_states_arrive_from_a_pipeline_whose_kernel_blocks_are_smaller(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["Qwen3-Next, prefix caching and drafts", "Nemotron-H"]
+)
+def test_states_arrive_from_a_pipeline_whose_kernel_blocks_are_smaller(
+    name: str,
+) -> None:
     source = RecordedEngine(RECORDED[name], pp=2, kernel_tokens=32)
     hand_over(
         source,

@@ -22,13 +22,19 @@ print(*{name.partition(".")[0] for name in sys.modules} & {"torch", "nixl", "nix
 
 @pytest.fixture(autouse=True)
 def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    monkeypatch.setattr(
+        KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry)
+    )
     KVConnectorFactory._registry.pop("FerryConnector", None)
 
 
 def test_importing_the_plugin_costs_no_torch_no_nixl_and_no_vllm() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", IMPORT],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout.strip() == ""
 
@@ -62,7 +68,9 @@ def test_registering_leaves_vllms_own_connector_of_that_name_alone() -> None:
 @pytest.mark.parametrize("name", ["NixlConnector", "FerryConnector"])
 def test_with_the_module_named_both_names_are_the_same_class(name: str) -> None:
     config = KVTransferConfig(
-        kv_connector=name, kv_connector_module_path="kvferry.connector", kv_role="kv_both"
+        kv_connector=name,
+        kv_connector_module_path="kvferry.connector",
+        kv_role="kv_both",
     )
     assert KVConnectorFactory.get_connector_class(config) is TheClass
     assert getattr(kvferry.connector, name) is TheClass

@@ -60,7 +60,9 @@ def request_of(
 
 
 def digests_of(request: Any, scope: str = "") -> tuple[str, ...]:
-    prompt = prompt_of(request, request.num_prompt_tokens, local_engine(media_scope=scope))
+    prompt = prompt_of(
+        request, request.num_prompt_tokens, local_engine(media_scope=scope)
+    )
     assert prompt is not None
     return digest_chain(prompt, request.num_prompt_tokens)
 
@@ -83,11 +85,15 @@ def test_a_model_with_states_or_several_predictors_leaves_tokens_to_the_consumer
     assert tokens_left_out(config, groups) == expected
 
 
-def test_identifiers_of_another_scope_are_other_images_and_text_is_the_same_in_all() -> None:
+def test_identifiers_of_another_scope_are_other_images_and_text_is_the_same_in_all() -> (
+    None
+):
     text, image = request_of(300), request_of(300, images=((270, 8),))
     assert digests_of(text, "boot") == digests_of(text)
     assert digests_of(image, "boot") == digests_of(image, "boot")
-    assert digests_of(image, "boot")[0] == digests_of(image)[0], "of the tokens before it"
+    assert digests_of(image, "boot")[0] == digests_of(image)[0], (
+        "of the tokens before it"
+    )
     assert digests_of(image, "boot")[1] != digests_of(image)[1]
 
 
@@ -162,7 +168,9 @@ def intake_of(
         topology=Topology(),
         groups=groups,
         block_spans=tuple(group.block_tokens for group in groups),
-        left_out=tokens_left_out(SimpleNamespace(num_prefill_lookahead_tokens=0), groups),
+        left_out=tokens_left_out(
+            SimpleNamespace(num_prefill_lookahead_tokens=0), groups
+        ),
         is_producer=True,
         is_consumer=True,
         takes_turns=False,
@@ -174,7 +182,14 @@ def intake_of(
         PromptQueries(requests, EngineLoop(), recomputes=True),
     )
     intake = RequestIntake(
-        local, leases, loads, counters, TRUSTED, SchedulerTracing(), asking, PromptDirectory()
+        local,
+        leases,
+        loads,
+        counters,
+        TRUSTED,
+        SchedulerTracing(),
+        asking,
+        PromptDirectory(),
     )
     return intake, leases, counters
 
@@ -188,7 +203,10 @@ def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing
         request.request_id = f"of {tokens}"
         request.kv_transfer_params = {"do_remote_decode": True}
         intake.receive(EngineRequests(RequestTable()).add(request))
-        assert (leases.running(request.request_id) is not None, request.num_prompt_tokens) == (
+        assert (
+            leases.running(request.request_id) is not None,
+            request.num_prompt_tokens,
+        ) == (
             taken,
             left,
         )

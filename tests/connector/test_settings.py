@@ -39,7 +39,11 @@ PHI: dict[str, Any] = {
     "architectures": ["Phi3ForCausalLM"],
     "model_type": "phi3",
     "original_max_position_embeddings": 256,
-    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16},
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0] * 16,
+        "long_factor": [2.0] * 16,
+    },
     "pad_token_id": 0,
 }
 LLAMA_4: dict[str, Any] = {
@@ -75,7 +79,10 @@ class Models:
         folder = config if isinstance(config, Path) else self.write(config)
         options = {"max_model_len": 128, "dtype": "float32", **options}
         model = ModelConfig(
-            model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, **options
+            model=str(folder),
+            tokenizer=str(folder),
+            skip_tokenizer_init=True,
+            **options,
         )
         found = engine_config()
         found.model_config = model
@@ -91,13 +98,20 @@ def facts(config: Any, **own: Any) -> ModelFacts:
     return facts_of(config, FerryConfig(**own))
 
 
-def differences(producer: ModelFacts, consumer: ModelFacts) -> dict[str, tuple[str, str]]:
+def differences(
+    producer: ModelFacts, consumer: ModelFacts
+) -> dict[str, tuple[str, str]]:
     """By field the values for which two engines are refused; empty if they are paired."""
-    ours, theirs = (msgspec.structs.replace(engine(), facts=each) for each in (consumer, producer))
+    ours, theirs = (
+        msgspec.structs.replace(engine(), facts=each) for each in (consumer, producer)
+    )
     try:
         plan_transfer(ours, 0, theirs)
     except PlanRefused as refused:
-        return {reason.field: (reason.producer, reason.consumer) for reason in refused.reasons}
+        return {
+            reason.field: (reason.producer, reason.consumer)
+            for reason in refused.reasons
+        }
     return {}
 
 
@@ -108,14 +122,21 @@ def between(producer: Any, consumer: Any) -> dict[str, tuple[str, str]]:
 # What must be equal.
 
 
-def test_longrope_is_refused_where_the_lengths_choose_other_factors(models: Models) -> None:
-    short, shorter, long = (models.engine(PHI, max_model_len=length) for length in (256, 64, 512))
+def test_longrope_is_refused_where_the_lengths_choose_other_factors(
+    models: Models,
+) -> None:
+    short, shorter, long = (
+        models.engine(PHI, max_model_len=length) for length in (256, 64, 512)
+    )
     assert between(short, shorter) == {}
-    assert between(short, long) == {"model.longrope.config.rope_parameters": ('"short"', '"long"')}
+    assert between(short, long) == {
+        "model.longrope.config.rope_parameters": ('"short"', '"long"')
+    }
 
 
 @pytest.mark.parametrize(
-    "rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "llama3", "factor": 4.0}]
+    "rope",
+    [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "llama3", "factor": 4.0}],
 )
 def test_other_rotary_embeddings_do_not_depend_on_the_length(
     models: Models, rope: dict[str, Any]
@@ -126,20 +147,27 @@ def test_other_rotary_embeddings_do_not_depend_on_the_length(
         "high_freq_factor": 4.0,
     }
     config = {**LLAMA, "rope_scaling": rope | more, "max_position_embeddings": 1024}
-    assert between(models.engine(config), models.engine(config, max_model_len=512)) == {}
+    assert (
+        between(models.engine(config), models.engine(config, max_model_len=512)) == {}
+    )
     other = {**config, "rope_scaling": rope | more | {"factor": 8.0}}
     assert list(between(models.engine(config), models.engine(other))) == [
         "model.config.rope_parameters.factor"
     ]
 
 
-def test_positions_are_compared_where_the_rotary_embedding_scales_with_them(models: Models) -> None:
+def test_positions_are_compared_where_the_rotary_embedding_scales_with_them(
+    models: Models,
+) -> None:
     plain = {**LLAMA, "max_position_embeddings": 2048}
     assert between(models.engine(), models.engine(plain)) == {}
     ropes = [
-        {**one, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}} for one in (LLAMA, plain)
+        {**one, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+        for one in (LLAMA, plain)
     ]
-    assert list(between(*map(models.engine, ropes))) == ["model.config.max_position_embeddings"]
+    assert list(between(*map(models.engine, ropes))) == [
+        "model.config.max_position_embeddings"
+    ]
 
 
 def test_a_configuration_from_elsewhere_is_compared_not_the_one_beside_the_weights(
@@ -213,15 +241,21 @@ def test_llama_4s_attention_temperature_is_compared_as_vllm_decides_it(
     assert list(found) == (["model.attention_temperature"] if differ else [])
 
 
-def test_what_is_decided_by_length_is_decided_before_the_cache_is_measured(models: Models) -> None:
+def test_what_is_decided_by_length_is_decided_before_the_cache_is_measured(
+    models: Models,
+) -> None:
     """With `--max-model-len auto` the model is built for its longest sequence, and vLLM shortens it afterwards."""
     fitted = models.engine(LLAMA_4, max_model_len=-1)
     fitted.model_config.max_model_len = 128
     assert between(models.engine(LLAMA_4, max_model_len=65536), fitted) == {}
-    assert list(between(models.engine(LLAMA_4), fitted)) == ["model.attention_temperature"]
+    assert list(between(models.engine(LLAMA_4), fitted)) == [
+        "model.attention_temperature"
+    ]
 
 
-def test_a_generation_config_decides_llama_4s_attention_temperature(models: Models) -> None:
+def test_a_generation_config_decides_llama_4s_attention_temperature(
+    models: Models,
+) -> None:
     plain, tuned = (models.write(LLAMA_4) for _ in range(2))
     (tuned / "generation_config.json").write_text('{"attn_temperature_tuning": true}')
     assert list(between(models.engine(plain), models.engine(tuned))) == [
@@ -245,7 +279,9 @@ def test_quantisation_at_run_time_is_compared_with_its_options(models: Models) -
     assert "model.quantization" in between(one, other)
 
 
-def test_the_class_that_computes_is_compared_as_vllm_resolved_it(models: Models) -> None:
+def test_the_class_that_computes_is_compared_as_vllm_resolved_it(
+    models: Models,
+) -> None:
     one, other = models.engine(), models.engine()
     other.model_config._architecture = "TransformersForCausalLM"
     assert between(one, other) == {
@@ -256,10 +292,13 @@ def test_the_class_that_computes_is_compared_as_vllm_resolved_it(models: Models)
     assert list(between(one, other)) == ["model.model_class.overrides.LlamaForCausalLM"]
 
 
-def test_heads_are_compared_even_where_an_operator_has_named_the_weights(models: Models) -> None:
+def test_heads_are_compared_even_where_an_operator_has_named_the_weights(
+    models: Models,
+) -> None:
     named = {"model_fingerprint": "llama-v7"}
     one, more = (
-        facts(models.engine({**LLAMA, "num_key_value_heads": heads}), **named) for heads in (1, 2)
+        facts(models.engine({**LLAMA, "num_key_value_heads": heads}), **named)
+        for heads in (1, 2)
     )
     assert differences(more, one) == {"model.config.num_key_value_heads": ("2", "1")}
 
@@ -278,7 +317,10 @@ MEDIA: dict[str, Any] = {
     ("changed", "field"),
     [
         ({"mm_processor_kwargs": {"max_pixels": 1000}}, "media.processor.max_pixels"),
-        ({"media_io_kwargs": {"video": {"num_frames": 8}}}, "media.io.video.num_frames"),
+        (
+            {"media_io_kwargs": {"video": {"num_frames": 8}}},
+            "media.io.video.num_frames",
+        ),
         ({"video_pruning_rate": 0.5}, "media.video_pruning"),
         ({"mm_encoder_attn_dtype": "fp8"}, "media.encoder_attention"),
         ({"mm_processor_kwargs": {"device": "cuda"}}, None),
@@ -294,19 +336,27 @@ def test_what_a_processor_makes_of_media_is_compared(
     assert list(between(*engines)) == ([f"model.{field}"] if field else [])
 
 
-def test_the_processors_files_are_compared_of_models_with_media_only(models: Models) -> None:
+def test_the_processors_files_are_compared_of_models_with_media_only(
+    models: Models,
+) -> None:
     folders = [models.write(LLAMA), models.write(LLAMA)]
     for folder, pixels in zip(folders, (100, 200), strict=True):
-        (folder / "preprocessor_config.json").write_text(json.dumps({"max_pixels": pixels}))
+        (folder / "preprocessor_config.json").write_text(
+            json.dumps({"max_pixels": pixels})
+        )
     engines = [models.engine(folder) for folder in folders]
     assert between(*engines) == {}
     for config in engines:
         config.model_config.multimodal_config = SimpleNamespace(**MEDIA)
-    assert between(*engines) == {"model.processor.preprocessor_config.max_pixels": ("100", "200")}
+    assert between(*engines) == {
+        "model.processor.preprocessor_config.max_pixels": ("100", "200")
+    }
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_code_beside_the_model_is_compared_where_it_computes(models: Models, runs: bool) -> None:
+def test_code_beside_the_model_is_compared_where_it_computes(
+    models: Models, runs: bool
+) -> None:
     """vLLM's own classes do not run it; then it is only a configuration's class, which is resolved."""
     folders = [models.write(LLAMA), models.write(LLAMA)]
     engines = [models.engine(folder) for folder in folders]
@@ -327,7 +377,9 @@ def drafting(config: Any, method: str, draft: Any = None) -> Any:
     return config
 
 
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"])
+@pytest.mark.parametrize(
+    "method", ["ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"]
+)
 def test_drafts_without_a_cache_do_not_matter(models: Models, method: str) -> None:
     plain, drafts = models.engine(), drafting(models.engine(), method)
     assert between(plain, drafts) == between(drafts, plain) == {}
@@ -343,14 +395,16 @@ def test_drafts_with_a_cache_must_be_made_alike(models: Models, method: str) -> 
     assert "model.speculative" in between(models.engine(), one)
 
 
-def test_a_draft_model_is_compared_by_its_weights_and_configuration(models: Models) -> None:
+def test_a_draft_model_is_compared_by_its_weights_and_configuration(
+    models: Models,
+) -> None:
     def engine_with(draft: Any) -> Any:
         return drafting(models.engine(), "draft_model", draft)
 
     one = engine_with(models.engine(models.write(LLAMA, fill=2)))
-    assert list(between(one, engine_with(models.engine(models.write(LLAMA, fill=3))))) == [
-        "model.draft.weights"
-    ]
+    assert list(
+        between(one, engine_with(models.engine(models.write(LLAMA, fill=3))))
+    ) == ["model.draft.weights"]
     other_config = models.write({**LLAMA, "rope_theta": 5.0}, fill=2)
     assert list(between(one, engine_with(models.engine(other_config)))) == [
         "model.draft.config.rope_parameters.rope_theta"
@@ -401,7 +455,9 @@ def test_options_that_change_no_value_refuse_nothing(
     assert between(models.engine(), models.engine(**options)) == {}
 
 
-def test_a_configuration_that_changes_while_a_model_is_loaded_is_as_it_was(models: Models) -> None:
+def test_a_configuration_that_changes_while_a_model_is_loaded_is_as_it_was(
+    models: Models,
+) -> None:
     """vLLM completes Falcon-H1's in the workers, so that an engine's scheduler and its workers would differ."""
     fresh, loaded = models.engine(), models.engine()
     loaded.model_config.hf_config.partial_rotary_factor = 0.5
@@ -458,11 +514,16 @@ def test_any_value_becomes_a_short_line_that_the_wire_takes(
     assert len(after) == len(before) + says
     assert max(len(one.value) for one in after) < 200
     reported = facts(config)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(reported), type=ModelFacts) == reported
+    assert (
+        msgspec.msgpack.decode(msgspec.msgpack.encode(reported), type=ModelFacts)
+        == reported
+    )
     assert facts(config) == reported
 
 
-def test_too_many_settings_are_one_in_the_end_and_still_compared(models: Models) -> None:
+def test_too_many_settings_are_one_in_the_end_and_still_compared(
+    models: Models,
+) -> None:
     found = []
     for last in (1, 1, 2):
         config = models.engine()
@@ -476,7 +537,9 @@ def test_too_many_settings_are_one_in_the_end_and_still_compared(models: Models)
 
 def test_a_refusal_stays_short_however_much_differs(models: Models) -> None:
     one, other = models.engine(), models.engine()
-    other.model_config.quantization_config = {f"layer{n}": "x" * 1000 for n in range(500)}
+    other.model_config.quantization_config = {
+        f"layer{n}": "x" * 1000 for n in range(500)
+    }
     found = between(one, other)
     assert len(found) == 9
     assert found["settings"] == ("…", "…")
@@ -500,7 +563,12 @@ COMPARED = {
         "config_format",
     ),
     *("model_impl", "model_class_overrides", "trust_remote_code", "code_revision"),
-    *("generation_config", "override_generation_config", "max_model_len", "multimodal_config"),
+    *(
+        "generation_config",
+        "override_generation_config",
+        "max_model_len",
+        "multimodal_config",
+    ),
 }
 NOT_COMPARED = {
     # ids, texts and logits
@@ -518,7 +586,12 @@ NOT_COMPARED = {
         "use_fp64_gumbel",
         "enable_trace_replay",
     ),
-    *("logits_processors", "io_processor_plugin", "renderer_num_workers", "pooler_config"),
+    *(
+        "logits_processors",
+        "io_processor_plugin",
+        "renderer_num_workers",
+        "pooler_config",
+    ),
     # where things are, and who may read them
     *("allowed_local_media_path", "allowed_media_domains", "hf_token"),
     # how a step is launched
@@ -542,13 +615,22 @@ NOT_COMPARED = {
     ),
     *("enable_nccl_comm_suspend", "enable_cumem_allocator"),
     # derived
-    *("is_submodel_config", "word_embeddings_untied_by_checkpoint", "spec_target_max_model_len"),
+    *(
+        "is_submodel_config",
+        "word_embeddings_untied_by_checkpoint",
+        "spec_target_max_model_len",
+    ),
 }
 
 
 OF_MEDIA = {
     # compared
-    *("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"),
+    *(
+        "mm_processor_kwargs",
+        "media_io_kwargs",
+        "video_pruning_rate",
+        "video_pruning_method",
+    ),
     *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path"),
     # limits, and which prompts are taken at all
     *(
@@ -573,7 +655,11 @@ OF_MEDIA = {
         "mm_shm_cache_max_object_size_mb",
         "mm_tensor_ipc",
     ),
-    *("mm_ipc_gpu_memory_gb", "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin"),
+    *(
+        "mm_ipc_gpu_memory_gb",
+        "mm_encoder_fp8_scale_save_path",
+        "mm_encoder_fp8_scale_save_margin",
+    ),
     # the prompt's text, whose tokens are compared
     "interleave_mm_strings",
 }
@@ -654,6 +740,8 @@ OF_THE_ENGINE = {
     ],
     ids=["model", "media", "adapters", "engine"],
 )
-def test_every_field_of_vllms_configuration_is_decided_on(part: Any, decided: set[str]) -> None:
+def test_every_field_of_vllms_configuration_is_decided_on(
+    part: Any, decided: set[str]
+) -> None:
     fields = {field.name for field in dataclasses.fields(part)}
     assert fields - decided == set(), "compare them, or say why that is not needed"

@@ -35,7 +35,9 @@ def test_each_rank_holds_the_heads_that_vllm_gives_it(total: int, size: int) -> 
 
 
 @pytest.mark.parametrize(("total", "size"), [(8, 2), (3, 4), (6, 4), (0, 2), (5, 2)])
-def test_a_single_head_that_the_model_does_not_explain_is_not_known(total: int, size: int) -> None:
+def test_a_single_head_that_the_model_does_not_explain_is_not_known(
+    total: int, size: int
+) -> None:
     assert Sharding(total, 0, size).heads(1) is None
 
 
@@ -46,8 +48,12 @@ def test_where_layers_may_differ_only_several_heads_and_one_rank_are_certain() -
     assert Sharding(4, 0, 1, uniform=False).heads(1) == Range(0, 1)
 
 
-@pytest.mark.parametrize(("seen", "uniform"), [([2, 2], True), ([2, 1], False), ([], True)])
-def test_the_layers_count_more_than_the_configuration(seen: list[int], uniform: bool) -> None:
+@pytest.mark.parametrize(
+    ("seen", "uniform"), [([2, 2], True), ([2, 1], False), ([], True)]
+)
+def test_the_layers_count_more_than_the_configuration(
+    seen: list[int], uniform: bool
+) -> None:
     assert Sharding(4, 0, 2).checked(seen).uniform is uniform
 
 
@@ -60,11 +66,17 @@ def test_the_layers_count_more_than_the_configuration(seen: list[int], uniform: 
         ({"num_key_value_heads": 8, "swa_num_key_value_heads": 4}, False),
         ({"num_key_value_heads": [8, 8]}, True),
         ({"num_key_value_heads": [8, 2]}, False),
-        ({"num_key_value_heads": 8, "layers": [{"num_global_key_value_heads": 2}]}, False),
+        (
+            {"num_key_value_heads": 8, "layers": [{"num_global_key_value_heads": 2}]},
+            False,
+        ),
         ({"num_kv_heads_per_layer": {"0": 8, "1": 4}}, False),
         ({"block_configs": [{"attention": {"n_heads_in_group": 4}}]}, False),
         (
-            {"num_attention_groups": 8, "attention_other_setting": {"num_attention_groups": 4}},
+            {
+                "num_attention_groups": 8,
+                "attention_other_setting": {"num_attention_groups": 4},
+            },
             False,
         ),
     ],

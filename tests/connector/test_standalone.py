@@ -34,7 +34,8 @@ class StandalonePair:
         self.network = MemoryNetwork()
         self.fabrics: dict[str, FaultFabric] = {}
         self.caches = {
-            name: torch.zeros(32, HEADS, BLOCK, SIZE) for name in ("producer", "consumer")
+            name: torch.zeros(32, HEADS, BLOCK, SIZE)
+            for name in ("producer", "consumer")
         }
         self.producer, self.consumer = (self.engine(name) for name in self.caches)
         self.failed: dict[str, FailureReason] = {}
@@ -75,7 +76,9 @@ class StandalonePair:
 
     def until_sent(self, request_id: str) -> None:
         step_until(
-            lambda: request_id in self.producer.step().sent, "the blocks are free", self.consumer
+            lambda: request_id in self.producer.step().sent,
+            "the blocks are free",
+            self.consumer,
         )
 
 
@@ -93,17 +96,25 @@ def test_tokens_that_both_prompts_begin_with_are_loaded_by_all_workers(
     pair: StandalonePair,
 ) -> None:
     prompt = Prompt(tokens=[*range(280), 7, 7])
-    assert pair.consumer.start_load("decode", pair.offer("prefill"), prompt, BLOCKS) == 256
-    step_until(lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer)
+    assert (
+        pair.consumer.start_load("decode", pair.offer("prefill"), prompt, BLOCKS) == 256
+    )
+    step_until(
+        lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer
+    )
     read = list(BLOCKS[0][: 256 // BLOCK])
     assert torch.equal(pair.caches["consumer"][read], pair.caches["producer"][read])
     assert not pair.caches["consumer"][BLOCKS[0][256 // BLOCK]].any()
     pair.until_sent("prefill")
 
 
-def test_another_prompt_is_computed_and_its_lease_given_back(pair: StandalonePair) -> None:
+def test_another_prompt_is_computed_and_its_lease_given_back(
+    pair: StandalonePair,
+) -> None:
     assert (
-        pair.consumer.start_load("decode", pair.offer("prefill"), Prompt(tokens=[1, 2, 3]), BLOCKS)
+        pair.consumer.start_load(
+            "decode", pair.offer("prefill"), Prompt(tokens=[1, 2, 3]), BLOCKS
+        )
         == 0
     )
     pair.until_sent("prefill")
@@ -144,7 +155,11 @@ def test_a_load_that_one_worker_cannot_read_has_failed(pair: StandalonePair) -> 
         pair.producer,
     )
     assert list(pair.failed) == ["decode"]
-    step_until(lambda: not pair.consumer.writing, "none of its blocks is written", pair.consumer)
+    step_until(
+        lambda: not pair.consumer.writing,
+        "none of its blocks is written",
+        pair.consumer,
+    )
     pair.until_sent("prefill")
 
 
@@ -160,7 +175,9 @@ def test_blocks_of_a_failed_load_are_named_as_long_as_they_may_be_written(
 
     reader.on_data_read = freeze
     pair.consumer.start_load("decode", pair.offer("prefill"), PROMPT, BLOCKS)
-    step_until(lambda: reader.calls["post_data_read"], "it reads", pair.consumer, pair.producer)
+    step_until(
+        lambda: reader.calls["post_data_read"], "it reads", pair.consumer, pair.producer
+    )
     for worker in pair.consumer.workers:
         thread_of(worker).runner.timeout_s = 0.0
     step_until(
@@ -175,28 +192,38 @@ def test_blocks_of_a_failed_load_are_named_as_long_as_they_may_be_written(
     pair.until_sent("prefill")
 
 
-@pytest.mark.parametrize("view", [torch.zeros(4, 2, 16), torch.zeros(4, 2, 16, 8).transpose(2, 3)])
+@pytest.mark.parametrize(
+    "view", [torch.zeros(4, 2, 16), torch.zeros(4, 2, 16, 8).transpose(2, 3)]
+)
 def test_views_of_other_shapes_are_refused(view: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"layers\.0/k: expected"):
         KvCaches.from_views({("layers.0", "k"): view})
 
 
 @pytest.mark.parametrize("at", [0, 1, 18], ids=["first", "second", "last"])
-def test_block_0_stands_for_none_and_is_refused_on_both_ends(pair: StandalonePair, at: int) -> None:
+def test_block_0_stands_for_none_and_is_refused_on_both_ends(
+    pair: StandalonePair, at: int
+) -> None:
     """The plan leaves its tokens out, so a load into it would be reported as good without them."""
-    with_null = (tuple(0 if index == at else block for index, block in enumerate(BLOCKS[0])),)
+    with_null = (
+        tuple(0 if index == at else block for index, block in enumerate(BLOCKS[0])),
+    )
     params = pair.offer("prefill")
     with pytest.raises(InvalidBlocks, match=r"blocks\[0\] is 0; expected ids above 0"):
         pair.consumer.start_load("decode", params, PROMPT, with_null)
     assert pair.consumer.start_load("decode", params, PROMPT, BLOCKS) == 300
-    step_until(lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer)
+    step_until(
+        lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer
+    )
     assert pair.producer.leases.open("again")
     with pytest.raises(InvalidBlocks, match=r"blocks\[0\] is 0; expected ids above 0"):
         pair.producer.offer("again", with_null, PROMPT)
     pair.producer.leases.abandon("again")
 
 
-def test_block_0_beyond_the_tokens_that_are_loaded_does_not_matter(pair: StandalonePair) -> None:
+def test_block_0_beyond_the_tokens_that_are_loaded_does_not_matter(
+    pair: StandalonePair,
+) -> None:
     blocks = ((*BLOCKS[0][:16], 0, 0, 0),)
     assert (
         pair.consumer.start_load(
@@ -204,19 +231,25 @@ def test_block_0_beyond_the_tokens_that_are_loaded_does_not_matter(pair: Standal
         )
         == 256
     )
-    step_until(lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer)
+    step_until(
+        lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer
+    )
     read = list(BLOCKS[0][:16])
     assert torch.equal(pair.caches["consumer"][read], pair.caches["producer"][read])
 
 
 def test_blocks_of_other_cache_groups_are_refused(pair: StandalonePair) -> None:
     with pytest.raises(InvalidBlocks, match="those of 1"):
-        pair.consumer.start_load("decode", pair.offer("prefill"), PROMPT, (*BLOCKS, *BLOCKS))
+        pair.consumer.start_load(
+            "decode", pair.offer("prefill"), PROMPT, (*BLOCKS, *BLOCKS)
+        )
 
 
 def test_an_engine_does_not_load_from_itself(pair: StandalonePair) -> None:
     """The blocks are its own."""
-    assert pair.producer.start_load("decode", pair.offer("prefill"), PROMPT, BLOCKS) == 0
+    assert (
+        pair.producer.start_load("decode", pair.offer("prefill"), PROMPT, BLOCKS) == 0
+    )
     assert pair.producer.counters.total("handshakes_served") == 0
 
 
@@ -224,11 +257,19 @@ def test_nothing_is_kept_of_what_is_over(pair: StandalonePair) -> None:
     """Neither measurements, which nobody takes here, nor loads, whose request ids may come again."""
     for number in range(3):
         assert (
-            pair.consumer.start_load("decode", pair.offer(f"prefill{number}"), PROMPT, BLOCKS)
+            pair.consumer.start_load(
+                "decode", pair.offer(f"prefill{number}"), PROMPT, BLOCKS
+            )
             == 300
         )
-        step_until(lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer)
+        step_until(
+            lambda: "decode" in pair.consumer.step().loaded,
+            "it is loaded",
+            pair.producer,
+        )
         pair.until_sent(f"prefill{number}")
     pair.producer.step()
     assert len(pair.consumer.loads) == 0
-    assert [engine.counters.take_samples() for engine in (pair.producer, pair.consumer)] == [{}, {}]
+    assert [
+        engine.counters.take_samples() for engine in (pair.producer, pair.consumer)
+    ] == [{}, {}]

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import pytest
 
-pytest.importorskip("opentelemetry.sdk", reason="the OpenTelemetry SDK is not installed")
+pytest.importorskip(
+    "opentelemetry.sdk", reason="the OpenTelemetry SDK is not installed"
+)
 
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -48,7 +50,13 @@ STAGES = (
     StageSpan(stage=Phase.READING, begun_ns=25, ended_ns=40),
 )
 LOAD = LoadEnded(
-    at_ns=40, request="d", producer="P", stages=STAGES, bytes=7, descriptors=2, early_bytes=3
+    at_ns=40,
+    request="d",
+    producer="P",
+    stages=STAGES,
+    bytes=7,
+    descriptors=2,
+    early_bytes=3,
 )
 NAMES: dict[str, str | int] = {
     "kvferry.request_id": "d",
@@ -82,7 +90,12 @@ def tree_of(spans: list[ReadableSpan]) -> list[Made]:
     names: dict[int, str] = {span.context.span_id: span.name for span in spans}
     parents = [None if span.parent is None else span.parent.span_id for span in spans]
     return [
-        Made(span.name, parent and names.get(parent, parent), span.start_time, span.end_time)
+        Made(
+            span.name,
+            parent and names.get(parent, parent),
+            span.start_time,
+            span.end_time,
+        )
         for span, parent in zip(spans, parents, strict=True)
     ]
 
@@ -122,9 +135,14 @@ def test_a_lease_that_was_never_held_has_no_parts_and_without_a_trace_begins_one
 def test_a_turns_lease_belongs_to_the_trace_of_the_request_that_was_decoded() -> None:
     (root,) = spans_of(
         ARRIVED,
-        PrefillScheduled(at_ns=12, request="d", lease=TracedLease(boot="2" * 32, epoch="3" * 15)),
+        PrefillScheduled(
+            at_ns=12, request="d", lease=TracedLease(boot="2" * 32, epoch="3" * 15)
+        ),
         LeaseOver(
-            at_ns=99, request="d", lease=TracedLease(boot="2" * 32, epoch="3" * 15), how="evicted"
+            at_ns=99,
+            request="d",
+            lease=TracedLease(boot="2" * 32, epoch="3" * 15),
+            how="evicted",
         ),
     )
     assert tree_of([root]) == [("kvferry.lease", PARENT_ID, 12, 99)]
@@ -222,11 +240,14 @@ def test_an_event_without_its_beginning_makes_no_span() -> None:
 
 def test_the_oldest_open_entries_are_dropped_beyond_the_limit() -> None:
     leases = {
-        f"p{number}": TracedLease(boot="0" * 32, epoch=f"{number + 1:015x}") for number in range(5)
+        f"p{number}": TracedLease(boot="0" * 32, epoch=f"{number + 1:015x}")
+        for number in range(5)
     }
     begun: list[SpanItem] = []
     for request, lease in leases.items():
-        begun.append(PrefillArrived(at_ns=1, request=request, tokens=1, traceparent=PARENT))
+        begun.append(
+            PrefillArrived(at_ns=1, request=request, tokens=1, traceparent=PARENT)
+        )
         begun.append(PrefillScheduled(at_ns=2, request=request, lease=lease))
     ended = [
         LeaseOver(at_ns=9, request=request, lease=lease, how="done")

@@ -30,7 +30,10 @@ EXCEPTIONS = {
         "connector.py",
         "vllm.v1.metrics.cache_hit_source",
     ),  # the value that `_cache_hit_source` takes
-    ("layout/discovery.py", "vllm.v1.kv_cache_interface"),  # the specs that vLLM gives a connector
+    (
+        "layout/discovery.py",
+        "vllm.v1.kv_cache_interface",
+    ),  # the specs that vLLM gives a connector
 }
 
 OWN = ("self", "cls", "super()", "os")
@@ -63,9 +66,13 @@ def foreign_privates(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_outside_the_adapter_uses_what_vllm_gives_connectors_only(name: str) -> None:
+def test_a_file_outside_the_adapter_uses_what_vllm_gives_connectors_only(
+    name: str,
+) -> None:
     tree = ast.parse((CONNECTOR / name).read_text(encoding="utf-8"))
-    used = {module for module in runtime_imports(tree) if module.partition(".")[0] == "vllm"}
+    used = {
+        module for module in runtime_imports(tree) if module.partition(".")[0] == "vllm"
+    }
     internal = {
         module
         for module in used
@@ -78,4 +85,6 @@ def test_a_file_outside_the_adapter_uses_what_vllm_gives_connectors_only(name: s
 def test_every_exception_is_one() -> None:
     for name, module in EXCEPTIONS:
         tree = ast.parse((CONNECTOR / name).read_text(encoding="utf-8"))
-        assert module in set(runtime_imports(tree)), f"{name} does not import {module} any more"
+        assert module in set(runtime_imports(tree)), (
+            f"{name} does not import {module} any more"
+        )

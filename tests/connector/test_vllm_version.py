@@ -39,9 +39,19 @@ def asked_anew() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "version", ["0.32.0", "0.32.0+cpu", "0.32.7", "0.32.1rc1", "0.32.1.post1", "0.32.0+cu129.git12"]
+    "version",
+    [
+        "0.32.0",
+        "0.32.0+cpu",
+        "0.32.7",
+        "0.32.1rc1",
+        "0.32.1.post1",
+        "0.32.0+cu129.git12",
+    ],
 )
-def test_what_was_run_and_its_patches_start(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_run_and_its_patches_start(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     assert is_supported(version)
     assert KVConnectorFactory.get_connector_class(TRANSFER).__name__ == "FerryConnector"
@@ -55,7 +65,9 @@ def test_any_other_version_stops_the_start_and_says_what_to_install(
     with pytest.raises(UnsupportedVllm) as refused:
         KVConnectorFactory.get_connector_class(TRANSFER)
     assert isinstance(refused.value, InvalidConfig)
-    assert str(refused.value).startswith(f"vLLM: version is {version!r}; expected >=0.32,<0.33")
+    assert str(refused.value).startswith(
+        f"vLLM: version is {version!r}; expected >=0.32,<0.33"
+    )
     assert "pip install 'vllm>=0.32,<0.33'" in str(refused.value)
     assert f"KVFERRY_ALLOW_VLLM={version} " in str(refused.value)
 
@@ -66,9 +78,17 @@ def test_an_operator_may_try_one_version_and_is_warned(
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
     monkeypatch.setenv("KVFERRY_ALLOW_VLLM", "0.33.0")
     for _ in range(2):
-        assert KVConnectorFactory.get_connector_class(TRANSFER).__name__ == "FerryConnector"
-    assert [(record.levelname, record.getMessage()) for record in ferry_log.records] == [
-        ("WARNING", "vLLM 0.33.0 was never run with kvferry; KVFERRY_ALLOW_VLLM allows it")
+        assert (
+            KVConnectorFactory.get_connector_class(TRANSFER).__name__
+            == "FerryConnector"
+        )
+    assert [
+        (record.levelname, record.getMessage()) for record in ferry_log.records
+    ] == [
+        (
+            "WARNING",
+            "vLLM 0.33.0 was never run with kvferry; KVFERRY_ALLOW_VLLM allows it",
+        )
     ]
 
 
@@ -83,6 +103,11 @@ def test_what_allows_another_version_allows_only_that_one(
 
 
 def test_package_doctor_and_start_agree() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["vllm"] == ["kvferry[worker]", f"vllm{SUPPORTED}"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())[
+        "project"
+    ]
+    assert project["optional-dependencies"]["vllm"] == [
+        "kvferry[worker]",
+        f"vllm{SUPPORTED}",
+    ]
     assert VLLM == SUPPORTED

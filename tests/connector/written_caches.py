@@ -26,13 +26,22 @@ class Rows:
         self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any
     ) -> None:
         self.calls += 1
-        blocks, tokens = slot_mapping // kv_cache.shape[2], slot_mapping % kv_cache.shape[2]
-        self.put(layer, kv_cache, blocks, tokens, *self.stored(layer, kv_cache, key, value))
+        blocks, tokens = (
+            slot_mapping // kv_cache.shape[2],
+            slot_mapping % kv_cache.shape[2],
+        )
+        self.put(
+            layer, kv_cache, blocks, tokens, *self.stored(layer, kv_cache, key, value)
+        )
 
-    def stored(self, layer: Any, kv_cache: Any, key: Any, value: Any) -> tuple[Any, Any]:
+    def stored(
+        self, layer: Any, kv_cache: Any, key: Any, value: Any
+    ) -> tuple[Any, Any]:
         return key.to(kv_cache.dtype), value.to(kv_cache.dtype)
 
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         cache[blocks, :, tokens, : key.shape[2]] = key
         cache[blocks, :, tokens, key.shape[2] :] = value
 
@@ -40,7 +49,9 @@ class Rows:
 class OneTokenElsewhere(Rows):
     """Wrong for the last two tokens of a block only."""
 
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         last = cache.shape[2] - 1
         swapped = torch.where(
             tokens == last, last - 1, torch.where(tokens == last - 1, last, tokens)
@@ -49,14 +60,18 @@ class OneTokenElsewhere(Rows):
 
 
 class HeadsExchanged(Rows):
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         super().put(layer, cache, blocks, tokens, key.flip(1), value.flip(1))
 
 
 class OneElementRounded(Rows):
     """The last element of V of one token of one head is wrong."""
 
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         super().put(layer, cache, blocks, tokens, key, value)
         cache[blocks[:1], -1, tokens[:1], -1] *= 1.5
 
@@ -64,7 +79,9 @@ class OneElementRounded(Rows):
 class WritesOutside(Rows):
     """Writes into the last block, which has none of the slots."""
 
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         super().put(layer, cache, blocks, tokens, key, value)
         cache[0, 0, 0, 0] = 0
 
@@ -72,26 +89,34 @@ class WritesOutside(Rows):
 class WritesWhatWasThere(Rows):
     """Fills memory outside the slots with a byte that the probe may have put there itself."""
 
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         super().put(layer, cache, blocks, tokens, key, value)
         cache.view(torch.uint8)[:, -1, -1, -1] = 0x55
         super().put(layer, cache, blocks, tokens, key, value)
 
 
 class WritesNothing(Rows):
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         pass
 
 
 class Raises(Rows):
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         raise RuntimeError("no kernel image is available\nfor execution on the device")
 
 
 class Interleaved(Rows):
     """K and V of a head in an order that no pattern has, but each head by itself."""
 
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         cache[blocks, :, tokens, 0::2] = key
         cache[blocks, :, tokens, 1::2] = value
 
@@ -99,14 +124,18 @@ class Interleaved(Rows):
 class Constant(Rows):
     """Every head stores the same values, whatever its input."""
 
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         cache[blocks, :, tokens] = 1
 
 
 class NotedInAll(Interleaved):
     """Every head keeps a sum of all heads' keys in place of its first value."""
 
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         super().put(layer, cache, blocks, tokens, key, value)
         cache[blocks, :, tokens, 1] = key.sum(dim=(1, 2)).to(cache.dtype)[:, None]
 
@@ -114,7 +143,9 @@ class NotedInAll(Interleaved):
 class TurnedByHead(Interleaved):
     """The same, but the position of a token depends on its head."""
 
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         for head in range(cache.shape[1]):
             there = (tokens + head) % cache.shape[2]
             cache[blocks, head, there, 0::2] = key[:, head]
@@ -124,7 +155,9 @@ class TurnedByHead(Interleaved):
 class Planes(Rows):
     """K and V in two slots in place of heads."""
 
-    def put(self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any) -> None:
+    def put(
+        self, layer: Any, cache: Any, blocks: Any, tokens: Any, key: Any, value: Any
+    ) -> None:
         cache[blocks, 0, tokens] = key.flatten(1)
         cache[blocks, 1, tokens] = value.flatten(1)
 
@@ -136,11 +169,19 @@ class Float8(Rows):
         super().__init__()
         self.dtype, self.use = dtype, use
 
-    def stored(self, layer: Any, kv_cache: Any, key: Any, value: Any) -> tuple[Any, Any]:
-        return self._cast(key, layer, "k", kv_cache), self._cast(value, layer, "v", kv_cache)
+    def stored(
+        self, layer: Any, kv_cache: Any, key: Any, value: Any
+    ) -> tuple[Any, Any]:
+        return self._cast(key, layer, "k", kv_cache), self._cast(
+            value, layer, "v", kv_cache
+        )
 
     def _cast(self, values: Any, layer: Any, kind: str, kv_cache: Any) -> Any:
-        scale = torch.as_tensor(getattr(layer, f"_{kind}{self.use}")) if self.use else torch.ones(1)
+        scale = (
+            torch.as_tensor(getattr(layer, f"_{kind}{self.use}"))
+            if self.use
+            else torch.ones(1)
+        )
         scaled = values.float() / scale.reshape(1, -1, 1)
         return scaled.to(self.dtype).view(kv_cache.dtype)
 
@@ -151,7 +192,9 @@ def layer_of(impl: Any, name: str = "SOME_BACKEND", **attributes: Any) -> Any:
     return SimpleNamespace(impl=impl, get_attn_backend=lambda: backend, **attributes)
 
 
-def float8_layer(impl: Any, k_scale: Any, v_scale: Any, cache_dtype: str = "fp8") -> Any:
+def float8_layer(
+    impl: Any, k_scale: Any, v_scale: Any, cache_dtype: str = "fp8"
+) -> Any:
     """A layer with static scales, stored as in vLLM: as tensors, and as a number, which is the largest of them."""
     tensors = [torch.tensor(scale, dtype=torch.float32) for scale in (k_scale, v_scale)]
     return layer_of(

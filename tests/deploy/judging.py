@@ -67,7 +67,9 @@ def parsed_by_vllm(launches: Sequence[Launch]) -> list[str]:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [line for line in done.stdout.splitlines() if re.search(r" kv_\w+ \w+$", line)]
+    return [
+        line for line in done.stdout.splitlines() if re.search(r" kv_\w+ \w+$", line)
+    ]
 
 
 def programs() -> Path:

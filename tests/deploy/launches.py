@@ -67,7 +67,9 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 def kubectl() -> str | None:
     """The program, installed or beside Python; None if it is not here."""
-    return shutil.which("kubectl") or shutil.which("kubectl", path=str(Path(sys.executable).parent))
+    return shutil.which("kubectl") or shutil.which(
+        "kubectl", path=str(Path(sys.executable).parent)
+    )
 
 
 @lru_cache
@@ -81,7 +83,11 @@ def built(folder: Path) -> list[dict[str, Any]]:
     if program is None:
         return []
     done = subprocess.run(
-        [program, "kustomize", folder], capture_output=True, text=True, check=False, timeout=60
+        [program, "kustomize", folder],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
@@ -105,14 +111,21 @@ def built_llm_d() -> list[dict[str, Any]]:
 def _environment(container: Mapping[str, Any]) -> dict[str, str]:
     """Variables with a value, or with a field of the pod in its place."""
     plain = {
-        entry["name"]: entry["value"] for entry in container.get("env", []) if "value" in entry
+        entry["name"]: entry["value"]
+        for entry in container.get("env", [])
+        if "value" in entry
     }
     fields = [
-        entry for entry in container.get("env", []) if "fieldRef" in entry.get("valueFrom", {})
+        entry
+        for entry in container.get("env", [])
+        if "fieldRef" in entry.get("valueFrom", {})
     ]
     return {
         **plain,
-        **{entry["name"]: entry["valueFrom"]["fieldRef"]["fieldPath"] for entry in fields},
+        **{
+            entry["name"]: entry["valueFrom"]["fieldRef"]["fieldPath"]
+            for entry in fields
+        },
     }
 
 
@@ -140,15 +153,22 @@ def kubernetes() -> Iterator[Launch]:
 
 def settings(path: Path) -> dict[str, str]:
     """A file of `NAME=value`."""
-    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in path.read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     return {
-        name: shlex.split(value)[0] for name, _, value in (line.partition("=") for line in lines)
+        name: shlex.split(value)[0]
+        for name, _, value in (line.partition("=") for line in lines)
     }
 
 
 def unit(path: Path) -> dict[str, list[str]]:
     """A unit's settings, whatever their section."""
-    text = re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    text = re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE).replace(
+        "\\\n", " "
+    )
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         name, equals, value = line.partition("=")
@@ -164,7 +184,9 @@ def systemd() -> Iterator[Launch]:
         environment = settings(SYSTEMD / Path(written["EnvironmentFile"][0]).name)
         words: list[str] = []
         for word in shlex.split(written["ExecStart"][0]):
-            if word.startswith("$") and not word.startswith("${"):  # systemd splits these at blanks
+            if word.startswith("$") and not word.startswith(
+                "${"
+            ):  # systemd splits these at blanks
                 words += environment[word[1:]].split()
             else:
                 words.append(string.Template(word).substitute(environment))
@@ -173,7 +195,12 @@ def systemd() -> Iterator[Launch]:
             for n, v in environment.items()
             if "{" + n + "}" not in written["ExecStart"][0] and n != "ENGINES"
         }
-        yield Launch(f"systemd {path.name}", tuple(words), own, float(written["TimeoutStopSec"][0]))
+        yield Launch(
+            f"systemd {path.name}",
+            tuple(words),
+            own,
+            float(written["TimeoutStopSec"][0]),
+        )
 
 
 LAUNCHES = (*kubernetes(), *launches_of(built_llm_d(), "llm-d"), *systemd())

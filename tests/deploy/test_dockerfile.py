@@ -17,7 +17,9 @@ from tests.packaging.outside import PACKAGES, pins
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 TEXT = (REPOSITORY / "Dockerfile").read_text()
-LISTED = re.findall(r"^!(.*)$", (REPOSITORY / ".dockerignore").read_text(), re.MULTILINE)
+LISTED = re.findall(
+    r"^!(.*)$", (REPOSITORY / ".dockerignore").read_text(), re.MULTILINE
+)
 
 
 def stage(name: str) -> str:
@@ -28,7 +30,10 @@ def stage(name: str) -> str:
 def test_hadolint_has_no_complaints() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run(
-        [hadolint, REPOSITORY / "Dockerfile"], capture_output=True, text=True, timeout=60
+        [hadolint, REPOSITORY / "Dockerfile"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, "")
 
@@ -37,7 +42,9 @@ def test_versions_are_those_of_the_supported_range_and_of_the_locks() -> None:
     assert "==" not in TEXT
     assert f"ARG VLLM_IMAGE=vllm/vllm-openai:v{pins('cuda')['vllm']}\n" in TEXT
     assert "COPY requirements/router.lock /tmp/requirements/\n" in stage("router")
-    assert "--no-deps --require-hashes -r /tmp/requirements/router.lock" in stage("router")
+    assert "--no-deps --require-hashes -r /tmp/requirements/router.lock" in stage(
+        "router"
+    )
 
 
 def test_the_image_has_every_package_and_what_a_wheel_is_built_of() -> None:
@@ -45,7 +52,9 @@ def test_the_image_has_every_package_and_what_a_wheel_is_built_of() -> None:
     copied = re.findall(r"^COPY (\w+) \1$", stage("wheel"), re.MULTILINE)
     assert sorted(copied) == sorted(PACKAGES)
     assert "COPY pyproject.toml README.md LICENSE ./\n" in stage("wheel")
-    assert {*PACKAGES, "pyproject.toml", "README.md", "LICENSE", "requirements"} <= {*LISTED}
+    assert {*PACKAGES, "pyproject.toml", "README.md", "LICENSE", "requirements"} <= {
+        *LISTED
+    }
     assert [name for name in LISTED if not (REPOSITORY / name).exists()] == []
 
 
@@ -64,7 +73,8 @@ class _Answering(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("name", "port", "path"), [("engine", "8000", "/health"), ("router", "30000", "/readiness")]
+    ("name", "port", "path"),
+    [("engine", "8000", "/health"), ("router", "30000", "/readiness")],
 )
 def test_a_health_check_asks_for_the_health_of_its_role(
     name: str, port: str, path: str, monkeypatch: pytest.MonkeyPatch

@@ -24,11 +24,19 @@ def test_the_table_of_keys_has_all_of_the_stock_connectors() -> None:
         for row in section("migration.md", "Configuration keys").splitlines()
         if "|" in row
     ]
-    reported = {key: meaning for keys, meaning in rows for key in re.findall(r"`(\w+)`", keys)}
-    as_before = {key for key, meaning in reported.items() if meaning.strip() == "as before"}
-    assert as_before == {option.name for option in fields(FerryConfig) if option.metadata["peer"]}
+    reported = {
+        key: meaning for keys, meaning in rows for key in re.findall(r"`(\w+)`", keys)
+    }
+    as_before = {
+        key for key, meaning in reported.items() if meaning.strip() == "as before"
+    }
+    assert as_before == {
+        option.name for option in fields(FerryConfig) if option.metadata["peer"]
+    }
     assert {
-        key for key, meaning in reported.items() if "ignored with a warning: " in meaning
+        key
+        for key, meaning in reported.items()
+        if "ignored with a warning: " in meaning
     } == set(WITHOUT_MEANING)
 
 
@@ -47,7 +55,9 @@ def test_the_table_of_metrics_has_all_that_both_connectors_have() -> None:
     assert vllm is not None
     assert vllm.origin is not None
     folder = Path(vllm.origin).parent
-    source = (folder / "distributed/kv_transfer/kv_connector/v1/nixl/stats.py").read_text()
+    source = (
+        folder / "distributed/kv_transfer/kv_connector/v1/nixl/stats.py"
+    ).read_text()
     stock = set(re.findall(r'name="vllm:(nixl_\w+)"', source))
     text = section("migration.md", "Metrics")
     reported = set(re.findall(r"`vllm:(nixl_\w+)`", text))

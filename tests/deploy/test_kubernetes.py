@@ -28,7 +28,8 @@ from tests.deploy.launches import (
 
 if kubectl() is None:
     pytest.skip(
-        "NOT TESTED: kubectl is not here (requirements/dev.lock has it)", allow_module_level=True
+        "NOT TESTED: kubectl is not here (requirements/dev.lock has it)",
+        allow_module_level=True,
     )
 
 VERSION = "1.33"
@@ -37,7 +38,9 @@ BUILT = {
     **{overlay: built(KUBERNETES / "overlays" / overlay) for overlay in OVERLAYS},
     "llm-d": built_llm_d(),
 }
-EVERY = [(overlay, manifest) for overlay, objects in BUILT.items() for manifest in objects]
+EVERY = [
+    (overlay, manifest) for overlay, objects in BUILT.items() for manifest in objects
+]
 
 
 def of_kind(kind: str) -> list[dict[str, Any]]:
@@ -64,9 +67,13 @@ an_engine = pytest.mark.parametrize("pod", ENGINES.values(), ids=ENGINES.keys())
 
 
 @pytest.mark.parametrize(
-    "manifest", [m for _, m in EVERY], ids=[f"{o} {m['metadata']['name']}" for o, m in EVERY]
+    "manifest",
+    [m for _, m in EVERY],
+    ids=[f"{o} {m['metadata']['name']}" for o, m in EVERY],
 )
-def test_a_manifest_is_valid_by_the_schema_of_kubernetes(manifest: dict[str, Any]) -> None:
+def test_a_manifest_is_valid_by_the_schema_of_kubernetes(
+    manifest: dict[str, Any],
+) -> None:
     kubernetes_validate.validate(manifest, VERSION, strict=True)
 
 
@@ -84,14 +91,20 @@ def test_yamllint_has_no_complaints() -> None:
 
 
 def test_images_have_the_version_of_the_package() -> None:
-    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
-    (values,) = yaml.safe_load_all((KUBERNETES / "base" / "kustomization.yaml").read_text())
+    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "version"
+    ]
+    (values,) = yaml.safe_load_all(
+        (KUBERNETES / "base" / "kustomization.yaml").read_text()
+    )
     assert {image["name"]: image["newTag"] for image in values["images"]} == {
         "kvferry": version,
         "kvferry-router": version,
     }
     for name, pod in ENGINES.items():
-        assert pod["containers"][0]["image"] == f"registry.example/kvferry:{version}", name
+        assert pod["containers"][0]["image"] == f"registry.example/kvferry:{version}", (
+            name
+        )
 
 
 def test_probes_ask_each_role_for_what_it_can_say() -> None:
@@ -114,16 +127,25 @@ def test_probes_ask_each_role_for_what_it_can_say() -> None:
 
 def test_only_producers_have_the_side_channels_port() -> None:
     ports = {
-        name: {port["name"] for port in ENGINES[f"rdma {name}"]["containers"][0]["ports"]}
+        name: {
+            port["name"] for port in ENGINES[f"rdma {name}"]["containers"][0]["ports"]
+        }
         for name in ("kvferry-prefill", "kvferry-decode")
     }
-    assert ports == {"kvferry-prefill": {"http", "side-channel"}, "kvferry-decode": {"http"}}
+    assert ports == {
+        "kvferry-prefill": {"http", "side-channel"},
+        "kvferry-decode": {"http"},
+    }
 
 
 def test_the_router_lists_every_replica_by_the_name_that_it_has() -> None:
-    (router,) = (launch for launch in launches_of(MANIFESTS, "rdma") if not launch.is_engine)
+    (router,) = (
+        launch for launch in launches_of(MANIFESTS, "rdma") if not launch.is_engine
+    )
     services = {service["metadata"]["name"]: service for service in of_kind("Service")}
-    for option, workload in zip(("--decode", "--prefill"), of_kind("StatefulSet"), strict=True):
+    for option, workload in zip(
+        ("--decode", "--prefill"), of_kind("StatefulSet"), strict=True
+    ):
         name, service = workload["metadata"]["name"], workload["spec"]["serviceName"]
         assert option[2:] in name
         assert services[service]["spec"]["clusterIP"] == "None"
@@ -141,20 +163,31 @@ def test_selectors_find_the_pods_that_they_are_for() -> None:
     for service in of_kind("Service"):
         assert service["spec"]["selector"] == pods[service["metadata"]["name"]]
     for budget in of_kind("PodDisruptionBudget"):
-        assert budget["spec"]["selector"]["matchLabels"] == pods[budget["metadata"]["name"]]
+        assert (
+            budget["spec"]["selector"]["matchLabels"]
+            == pods[budget["metadata"]["name"]]
+        )
         assert budget["spec"]["maxUnavailable"] == 1
 
 
 @an_engine
-def test_kvferry_accepts_the_secret_as_it_is_mounted(pod: dict[str, Any], tmp_path: Path) -> None:
+def test_kvferry_accepts_the_secret_as_it_is_mounted(
+    pod: dict[str, Any], tmp_path: Path
+) -> None:
     (container,) = pod["containers"]
     environment = {entry["name"]: entry.get("value") for entry in container["env"]}
-    (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "secret")
+    (mount,) = (
+        mount for mount in container["volumeMounts"] if mount["name"] == "secret"
+    )
     assert environment["KVFERRY_SECRET_FILE"] == f"{mount['mountPath']}/secrets"
-    (volume,) = (volume["secret"] for volume in pod["volumes"] if volume["name"] == "secret")
+    (volume,) = (
+        volume["secret"] for volume in pod["volumes"] if volume["name"] == "secret"
+    )
     assert volume["secretName"] == "kvferry-side-channel"
     mode = volume["defaultMode"]
-    assert mode & 0o040, "the files are root's: the engine reads them as a member of fsGroup"
+    assert mode & 0o040, (
+        "the files are root's: the engine reads them as a member of fsGroup"
+    )
     assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
     file = tmp_path / "secrets"
     file.write_text(secrets.token_hex(32))
@@ -167,10 +200,12 @@ def allowed(policy: dict[str, Any], peer: dict[str, str], port: int) -> bool:
 
     def fits(selector: dict[str, Any]) -> bool:
         exact = all(
-            peer.get(key) == value for key, value in selector.get("matchLabels", {}).items()
+            peer.get(key) == value
+            for key, value in selector.get("matchLabels", {}).items()
         )
         return exact and all(
-            peer.get(rule["key"]) in rule["values"] for rule in selector.get("matchExpressions", [])
+            peer.get(rule["key"]) in rule["values"]
+            for rule in selector.get("matchExpressions", [])
         )
 
     for rule in policy["spec"]["ingress"]:

@@ -19,13 +19,26 @@ ROUTERS = [launch for launch in LAUNCHES if not launch.is_engine]
 
 def documented() -> list[Launch]:
     """Starts of engines and routers on the pages; images have these as their entry points."""
-    found = [command.words for command in typed("vllm") if "--kv-transfer-config" in command.words]
-    for program, image in ((("vllm", "serve"), "kvferry"), (("vllm-router",), "kvferry-router")):
+    found = [
+        command.words
+        for command in typed("vllm")
+        if "--kv-transfer-config" in command.words
+    ]
+    for program, image in (
+        (("vllm", "serve"), "kvferry"),
+        (("vllm-router",), "kvferry-router"),
+    ):
         for command in typed("docker"):
             words = (
-                command.words[command.words.index(image) + 1 :] if image in command.words else ()
+                command.words[command.words.index(image) + 1 :]
+                if image in command.words
+                else ()
             )
-            found += [(*program, *words)] if len(words) > 1 and command.words[1] == "run" else []
+            found += (
+                [(*program, *words)]
+                if len(words) > 1 and command.words[1] == "run"
+                else []
+            )
     return [Launch("documentation", words, {}, 0.0) for words in found]
 
 
@@ -33,7 +46,9 @@ DOCUMENTED = documented()
 
 
 def by_source(launches: Sequence[Launch]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("launch", launches, ids=[launch.source for launch in launches])
+    return pytest.mark.parametrize(
+        "launch", launches, ids=[launch.source for launch in launches]
+    )
 
 
 def role_of(launch: Launch) -> str:
@@ -58,14 +73,18 @@ def test_vllm_understands_every_engines_command_line() -> None:
 
 @by_source(ENGINES)
 def test_an_engine_has_the_role_of_its_pool(launch: Launch) -> None:
-    assert role_of(launch) == ("kv_producer" if "prefill" in launch.source else "kv_consumer")
+    assert role_of(launch) == (
+        "kv_producer" if "prefill" in launch.source else "kv_consumer"
+    )
 
 
 @by_source([*ROUTERS, *(launch for launch in DOCUMENTED if not launch.is_engine)])
 def test_the_router_understands_its_command_line(launch: Launch) -> None:
     router = parse_router_args(list(launch.words[1:]))
     assert (router.vllm_pd_disaggregation, router.kv_connector) == (True, "nixl")
-    assert router.host == ("127.0.0.1" if launch.source == "documentation" else "0.0.0.0")
+    assert router.host == (
+        "127.0.0.1" if launch.source == "documentation" else "0.0.0.0"
+    )
     assert router.port == 30000
     assert router.prefill_urls
     assert router.decode_urls
@@ -73,12 +92,17 @@ def test_the_router_understands_its_command_line(launch: Launch) -> None:
 
 @by_source(ENGINES)
 def test_decoders_get_an_address_that_they_can_reach(launch: Launch) -> None:
-    assert launch.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] in ("status.podIP", "10.0.0.1")
+    assert launch.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] in (
+        "status.podIP",
+        "10.0.0.1",
+    )
     assert launch.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
     assert launch.environment["KVFERRY_SECRET_FILE"] == "/etc/kvferry/secrets"
 
 
-def test_a_documented_engine_that_others_read_from_over_the_network_has_a_secret() -> None:
+def test_a_documented_engine_that_others_read_from_over_the_network_has_a_secret() -> (
+    None
+):
     """Without one, decoders on other hosts do not read from it."""
     words = [
         command.words
@@ -93,8 +117,12 @@ def test_a_documented_engine_that_others_read_from_over_the_network_has_a_secret
 @by_source(ENGINES)
 def test_an_engine_has_time_to_drain(launch: Launch) -> None:
     """The router's longest request, and then a lease, before vLLM gives up; and that before the platform kills."""
-    lease_s = judge_transfer_config(launch.option("--kv-transfer-config"))[1].kv_lease_duration
-    request_s = max(float(router.option("--request-timeout-secs")) for router in ROUTERS)
+    lease_s = judge_transfer_config(launch.option("--kv-transfer-config"))[
+        1
+    ].kv_lease_duration
+    request_s = max(
+        float(router.option("--request-timeout-secs")) for router in ROUTERS
+    )
     drain_s = float(launch.option("--shutdown-timeout"))
     assert request_s + lease_s <= drain_s
     assert drain_s + 20 <= launch.grace_s

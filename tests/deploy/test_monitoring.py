@@ -31,7 +31,9 @@ def unknown_fields(kind: str, value: dict[str, Any]) -> list[str]:
     found = [f"{kind}.{field}" for field in value if field not in FIELDS[kind]]
     for field, entries in value.items():
         if field in FIELDS:
-            found += [wrong for entry in entries for wrong in unknown_fields(field, entry)]
+            found += [
+                wrong for entry in entries for wrong in unknown_fields(field, entry)
+            ]
     return found
 
 
@@ -47,14 +49,17 @@ def test_monitors_and_rules_have_the_fields_that_the_operator_knows() -> None:
 def fits(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     exact = selector.get("matchLabels", {}).items() <= labels.items()
     return exact and all(
-        labels.get(rule["key"]) in rule["values"] for rule in selector.get("matchExpressions", ())
+        labels.get(rule["key"]) in rule["values"]
+        for rule in selector.get("matchExpressions", ())
     )
 
 
 @WITH_KUBECTL
 def test_every_pod_is_scraped_by_one_monitor_at_a_port_that_it_has() -> None:
     monitors = [
-        manifest["spec"] for manifest in built(MONITORING) if manifest["kind"] == "PodMonitor"
+        manifest["spec"]
+        for manifest in built(MONITORING)
+        if manifest["kind"] == "PodMonitor"
     ]
     jobs = []
     for workload in built(KUBERNETES / "overlays" / "tcp"):
@@ -67,7 +72,9 @@ def test_every_pod_is_scraped_by_one_monitor_at_a_port_that_it_has() -> None:
                 port["name"]: port["containerPort"]
                 for port in pod["spec"]["containers"][0]["ports"]
             }
-            jobs.append((labels[monitor["jobLabel"]], ports[endpoint["port"]], endpoint["path"]))
+            jobs.append(
+                (labels[monitor["jobLabel"]], ports[endpoint["port"]], endpoint["path"])
+            )
     assert sorted(jobs) == [
         ("decode", 8000, "/metrics"),
         ("prefill", 8000, "/metrics"),
@@ -81,7 +88,9 @@ def test_the_scrape_configuration_has_the_ports_of_the_units() -> None:
         job["job_name"]: job["static_configs"][0]["targets"][0].split(":")[1]
         for job in config["scrape_configs"]
     }
-    units = {launch.source.removeprefix("systemd kvferry-"): launch for launch in LAUNCHES}
+    units = {
+        launch.source.removeprefix("systemd kvferry-"): launch for launch in LAUNCHES
+    }
     assert scraped == {
         "prefill": units["prefill.service"].option("--port"),
         "decode": units["decode.service"].option("--port"),
@@ -91,6 +100,8 @@ def test_the_scrape_configuration_has_the_ports_of_the_units() -> None:
 
 def test_prometheus_can_read_the_configuration_and_the_rules() -> None:
     command = [tool("promtool"), "check", "config", str(PROMETHEUS / "prometheus.yml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rules found" in done.stdout

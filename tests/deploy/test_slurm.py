@@ -18,7 +18,11 @@ from tests.deploy.launches import DEPLOY, LAUNCHES, Launch
 from tests.waiting import wait_until
 
 SCRIPT = DEPLOY / "slurm" / "two_nodes.sbatch"
-OF_ENGINES = ("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "KVFERRY_SECRET_FILE")
+OF_ENGINES = (
+    "VLLM_NIXL_SIDE_CHANNEL_HOST",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    "KVFERRY_SECRET_FILE",
+)
 # Writes down what it was started with, and how it ends; `srun` starts what follows its options, as a step would.
 STAND_IN = """#!{python}
 import json, os, signal, sys
@@ -50,9 +54,12 @@ class Job:
     home: Path
 
     def launches(self) -> list[Launch]:
-        found = [json.loads(path.read_text()) for path in sorted(self.started.glob("*.json"))]
+        found = [
+            json.loads(path.read_text()) for path in sorted(self.started.glob("*.json"))
+        ]
         return [
-            Launch("slurm", tuple(entry["words"]), entry["environment"], 330.0) for entry in found
+            Launch("slurm", tuple(entry["words"]), entry["environment"], 330.0)
+            for entry in found
         ]
 
 
@@ -113,31 +120,43 @@ def engines(job: Job) -> list[Launch]:
     for step in steps:
         start = next(i for i, word in enumerate(step.words) if word.endswith("/vllm"))
         (node,) = step.options("--nodelist")
-        found.append(Launch(f"slurm {node}", step.words[start:], step.environment, step.grace_s))
+        found.append(
+            Launch(f"slurm {node}", step.words[start:], step.environment, step.grace_s)
+        )
     return sorted(found, key=lambda launch: launch.source)
 
 
 def test_shellcheck_has_no_complaints() -> None:
     done = subprocess.run(
-        [programs() / "shellcheck", SCRIPT], capture_output=True, text=True, check=False, timeout=60
+        [programs() / "shellcheck", SCRIPT],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_each_node_has_an_engine_that_decoders_reach_by_the_nodes_name(job: Job) -> None:
+def test_each_node_has_an_engine_that_decoders_reach_by_the_nodes_name(
+    job: Job,
+) -> None:
     prefill, decode = engines(job)
     roles = [
         judge_transfer_config(launch.option("--kv-transfer-config"))[0]
         for launch in (prefill, decode)
     ]
     assert roles == ["kv_producer", "kv_consumer"]
-    assert [launch.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] for launch in (prefill, decode)] == [
+    assert [
+        launch.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"]
+        for launch in (prefill, decode)
+    ] == [
         "node-a",
         "node-b",
     ]
-    assert {launch.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for launch in (prefill, decode)} == {
-        "5600"
-    }
+    assert {
+        launch.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+        for launch in (prefill, decode)
+    } == {"5600"}
     known = {
         word.partition("=")[0]
         for launch in LAUNCHES
@@ -145,7 +164,9 @@ def test_each_node_has_an_engine_that_decoders_reach_by_the_nodes_name(job: Job)
         if word.startswith("--")
     }
     for launch in (prefill, decode):
-        assert {word.partition("=")[0] for word in launch.words if word.startswith("--")} <= known
+        assert {
+            word.partition("=")[0] for word in launch.words if word.startswith("--")
+        } <= known
 
 
 def test_the_router_lists_both_engines(job: Job) -> None:
@@ -159,7 +180,9 @@ def test_the_router_lists_both_engines(job: Job) -> None:
         for launch in LAUNCHES
         if not launch.is_engine and launch.source.startswith("systemd")
     ]
-    assert router.option("--request-timeout-secs") == others[0].option("--request-timeout-secs")
+    assert router.option("--request-timeout-secs") == others[0].option(
+        "--request-timeout-secs"
+    )
 
 
 def test_at_the_end_everything_is_asked_to_end_and_the_secret_is_gone(job: Job) -> None:
@@ -172,7 +195,9 @@ def test_at_the_end_everything_is_asked_to_end_and_the_secret_is_gone(job: Job) 
 
 def test_the_job_ends_when_an_engine_ends(job: Job) -> None:
     pid = next(
-        int(path.stem) for path in job.started.glob("*.json") if '"srun"' in path.read_text()
+        int(path.stem)
+        for path in job.started.glob("*.json")
+        if '"srun"' in path.read_text()
     )
     os.kill(pid, signal.SIGKILL)
     job.process.communicate(timeout=30)

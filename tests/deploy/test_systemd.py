@@ -21,7 +21,10 @@ def test_systemd_understands_the_units(tmp_path: Path) -> None:
     """With a program and a user that are here: systemd-analyze looks for both."""
     for path in UNITS:
         text = re.sub(
-            r"^ExecStart=\S+", "ExecStart=/bin/true", path.read_text(), flags=re.MULTILINE
+            r"^ExecStart=\S+",
+            "ExecStart=/bin/true",
+            path.read_text(),
+            flags=re.MULTILINE,
         )
         (tmp_path / path.name).write_text(text.replace("User=kvferry", "User=root"))
     command = [
@@ -30,7 +33,9 @@ def test_systemd_understands_the_units(tmp_path: Path) -> None:
         "--man=no",
         *(str(tmp_path / path.name) for path in UNITS),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[2]
-TOP_PAGES = tuple(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))
+TOP_PAGES = tuple(
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+)
 PAGES = (*TOP_PAGES, *sorted((ROOT / "docs").glob("*.md")))
 _COMMENT = re.compile(r"(?:^|\s+)#\s.*$", re.MULTILINE)
 _ENDS = re.compile(r"[|;&()<>\n]+")
@@ -35,8 +37,14 @@ def blocks(page: Path) -> Iterator[tuple[int, str]]:
     """Line and text of every block of shell commands; of a session, what is typed."""
     for token in MarkdownIt().parse(page.read_text()):
         language = token.info.strip()
-        session = language == "console" or (not language and token.content.startswith("$ "))
-        if token.type == "fence" and token.map and (session or language in ("sh", "bash", "shell")):
+        session = language == "console" or (
+            not language and token.content.startswith("$ ")
+        )
+        if (
+            token.type == "fence"
+            and token.map
+            and (session or language in ("sh", "bash", "shell"))
+        ):
             lines = token.content.splitlines()
             typed = (
                 [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
@@ -49,7 +57,9 @@ def blocks(page: Path) -> Iterator[tuple[int, str]]:
 def commands_of(text: str) -> list[tuple[str, ...]]:
     """The simple commands of a script: words between `;`, `|`, line ends and such."""
     lexer = shlex.shlex(
-        _COMMENT.sub("", text).replace("\\\n", " "), posix=True, punctuation_chars="|;&()<>\n"
+        _COMMENT.sub("", text).replace("\\\n", " "),
+        posix=True,
+        punctuation_chars="|;&()<>\n",
     )
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     found: list[list[str]] = [[]]

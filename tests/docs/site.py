@@ -36,7 +36,9 @@ class _Reader(HTMLParser):
         loads = tag in ("script", "img", "source", "iframe") or (
             tag == "link" and given.get("rel") != "canonical"
         )
-        if loads and (target := given.get("src") or given.get("srcset") or given.get("href")):
+        if loads and (
+            target := given.get("src") or given.get("srcset") or given.get("href")
+        ):
             self.page.loaded.append(target)
 
 

@@ -21,7 +21,9 @@ _FILE = re.compile(r"(?:[\w.]+/)*\w+\.py")
 _ROOM = re.compile(r"^\| `([\w/]+)/` \|.*\| `(\w+\.py)` \|$", re.MULTILINE)
 _TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 _NAME = re.compile(r"`([A-Z]\w*\.\w+|\w+\(\))`")
-_THREAD = re.compile(r'(?:name=|name_prefix=|name: str = |SpanSink\(.+\), )"(kvferry-[a-z-]+)"')
+_THREAD = re.compile(
+    r'(?:name=|name_prefix=|name: str = |SpanSink\(.+\), )"(kvferry-[a-z-]+)"'
+)
 
 
 @functools.cache
@@ -36,7 +38,9 @@ def modules() -> tuple[str, ...]:
 
 
 def source(module: str) -> str:
-    return (ROOT / module.partition("/")[0] / "kvferry" / module).read_text(encoding="utf-8")
+    return (ROOT / module.partition("/")[0] / "kvferry" / module).read_text(
+        encoding="utf-8"
+    )
 
 
 def unknown_files(text: str) -> list[str]:
@@ -54,7 +58,9 @@ def unknown_files(text: str) -> list[str]:
 @functools.cache
 def defined() -> frozenset[str]:
     """Every `function()` and `Class.member` of the product; fields count as members."""
-    return frozenset(name for module in modules() for name in _names(ast.parse(source(module))))
+    return frozenset(
+        name for module in modules() for name in _names(ast.parse(source(module)))
+    )
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
@@ -65,9 +71,13 @@ def _names(tree: ast.Module) -> Iterator[str]:
             for member in node.body:
                 if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
                     yield f"{node.name}.{member.name}"
-                elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+                elif isinstance(member, ast.AnnAssign) and isinstance(
+                    member.target, ast.Name
+                ):
                     yield f"{node.name}.{member.target.id}"
-                elif isinstance(member, ast.Assign) and isinstance(member.targets[0], ast.Name):
+                elif isinstance(member, ast.Assign) and isinstance(
+                    member.targets[0], ast.Name
+                ):
                     yield f"{node.name}.{member.targets[0].id}"
 
 
@@ -88,9 +98,13 @@ def test_the_table_of_folders_has_every_folder_of_the_product_and_no_other() -> 
 
 
 def test_each_mechanism_has_a_number_a_reason_and_a_place() -> None:
-    _, _, section = ARCHITECTURE.read_text(encoding="utf-8").partition("## Mechanisms\n")
+    _, _, section = ARCHITECTURE.read_text(encoding="utf-8").partition(
+        "## Mechanisms\n"
+    )
     lines = section.partition("\n## ")[0].splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| \d+ \|", line)]
+    rows = [
+        line.strip("| ").split(" | ") for line in lines if re.match(r"\| \d+ \|", line)
+    ]
     assert [int(row[0]) for row in rows] == list(range(1, len(rows) + 1))
     assert len(rows) <= MOST_MECHANISMS
     for _, name, reason, places in rows:
@@ -107,7 +121,9 @@ def test_every_thread_that_the_product_starts_is_in_the_table_of_threads() -> No
 
 
 def test_every_model_kind_names_a_test_and_its_date() -> None:
-    _, _, section = (ROOT / "docs/compatibility.md").read_text().partition("## Model kinds\n")
+    _, _, section = (
+        (ROOT / "docs/compatibility.md").read_text().partition("## Model kinds\n")
+    )
     rows = [
         line.split(" | ")
         for line in section.partition("\n## ")[0].splitlines()

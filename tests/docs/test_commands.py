@@ -32,9 +32,9 @@ def test_kvferry_understands_its_command_lines(
 ) -> None:
     """Plans of two short forms, which need no engine, are made as well."""
     monkeypatch.chdir(tmp_path)
-    if sum("layers=" in word for word in command.words) == 2 and "layers=32,head=8" not in str(
-        command.words
-    ):
+    if sum(
+        "layers=" in word for word in command.words
+    ) == 2 and "layers=32,head=8" not in str(command.words):
         assert kvferry(command.words[1:]) in (0, 1)
         return
     parse = argparse.ArgumentParser.parse_args
@@ -46,7 +46,9 @@ def test_kvferry_understands_its_command_lines(
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     with pytest.raises((Parsed, SystemExit)) as ended:
         kvferry(command.words[1:])
-    assert not isinstance(ended.value, SystemExit) or ended.value.code == 0, "unknown to the parser"
+    assert not isinstance(ended.value, SystemExit) or ended.value.code == 0, (
+        "unknown to the parser"
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,12 +58,18 @@ def test_modules_are_there_and_have_the_options(command: Command) -> None:
     module, *rest = command.words[command.words.index("-m") + 1 :]
     if module == "pytest":
         assert [
-            word for word in rest if word.startswith("tests/") and not (ROOT / word).exists()
+            word
+            for word in rest
+            if word.startswith("tests/") and not (ROOT / word).exists()
         ] == []
         return
     assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
-    sources = "".join(path.read_text() for path in (ROOT / module.partition(".")[0]).glob("*.py"))
-    assert [word for word in rest if word.startswith("--") and f'"{word}"' not in sources] == []
+    sources = "".join(
+        path.read_text() for path in (ROOT / module.partition(".")[0]).glob("*.py")
+    )
+    assert [
+        word for word in rest if word.startswith("--") and f'"{word}"' not in sources
+    ] == []
 
 
 RECIPES = dict(
@@ -77,7 +85,9 @@ def test_recipes_are_there_and_call_what_is_there() -> None:
     assert {command.words[1] for command in typed("just")} <= set(RECIPES)
     for name, body in RECIPES.items():
         assert [
-            file for file in re.findall(r"\bscripts/\w+\.sh\b", body) if not (ROOT / file).is_file()
+            file
+            for file in re.findall(r"\bscripts/\w+\.sh\b", body)
+            if not (ROOT / file).is_file()
         ] == [], name
         for module in re.findall(r"python -m ((?:scripts|bench|tests)[.\w]+)", body):
             path = ROOT / module.rstrip(".").replace(".", "/")
@@ -94,7 +104,9 @@ def test_the_workflow_runs_what_the_readme_names() -> None:
         for command in typed("run_accuracy_test.sh", "test.sh")
         if command.page == "README.md"
     ]
-    assert [f"{name} || status=$?" in (ROOT / ".ci" / "run").read_text() for name in named] == [
+    assert [
+        f"{name} || status=$?" in (ROOT / ".ci" / "run").read_text() for name in named
+    ] == [
         True,
         True,
     ]
@@ -104,7 +116,11 @@ _SECRET = "umask 077; openssl rand -hex 32 > "
 
 
 def test_the_command_for_a_secret_makes_one_that_kvferry_takes(tmp_path: Path) -> None:
-    pages = [page for page in (ROOT / "docs").glob("*.md") if _SECRET in page.read_text()]
+    pages = [
+        page for page in (ROOT / "docs").glob("*.md") if _SECRET in page.read_text()
+    ]
     assert {"deployment.md", "operations.md"} <= {page.name for page in pages}
-    subprocess.run(["bash", "-c", f"{_SECRET} {tmp_path}/secrets"], check=True, timeout=20)
+    subprocess.run(
+        ["bash", "-c", f"{_SECRET} {tmp_path}/secrets"], check=True, timeout=20
+    )
     assert len(read_secrets(str(tmp_path / "secrets"))) == 1

@@ -11,7 +11,16 @@ from scripts.generate_docs import DOCS, pages
 
 ROOT = DOCS.parent
 _VARIABLE = re.compile(r"\bKVFERRY_[A-Z0-9_]+\b")
-_ENGINE_CODE = ("protocol", "plan", "trace", "link", "scheduler", "worker", "connector", "cli")
+_ENGINE_CODE = (
+    "protocol",
+    "plan",
+    "trace",
+    "link",
+    "scheduler",
+    "worker",
+    "connector",
+    "cli",
+)
 _ALL_CODE = (*_ENGINE_CODE, "bench", "scripts", "tests", "deploy", "Dockerfile")
 
 
@@ -48,9 +57,14 @@ def variables_of(*places: str) -> set[str]:
     code = [
         path
         for path in files
-        if path.suffix not in (".pyc", ".json", ".md", ".lock") and path != Path(__file__)
+        if path.suffix not in (".pyc", ".json", ".md", ".lock")
+        and path != Path(__file__)
     ]
-    return {name for path in code for name in _VARIABLE.findall(path.read_text(errors="replace"))}
+    return {
+        name
+        for path in code
+        for name in _VARIABLE.findall(path.read_text(errors="replace"))
+    }
 
 
 def test_every_variable_that_the_code_reads_is_documented_and_no_other() -> None:
@@ -58,14 +72,22 @@ def test_every_variable_that_the_code_reads_is_documented_and_no_other() -> None
     rows = set(re.findall(r"^\| `(KVFERRY_\w+)` \|", text, re.MULTILINE))
     assert {"KVFERRY_SECRET_FILE", "KVFERRY_SEED", "KVFERRY_DEVICE"} <= rows
     assert variables_of(*_ALL_CODE) == rows
-    of_engines = text.partition("\n## Environment variables of engines")[2].partition("\n## ")[0]
+    of_engines = text.partition("\n## Environment variables of engines")[2].partition(
+        "\n## "
+    )[0]
     assert [
-        name for name in variables_of(*_ENGINE_CODE) if f"\n| `{name}` |" not in of_engines
+        name
+        for name in variables_of(*_ENGINE_CODE)
+        if f"\n| `{name}` |" not in of_engines
     ] == []
 
 
-def test_every_field_of_the_reference_says_what_it_means(wanted: dict[Path, str]) -> None:
-    _, _, messages = wanted[DOCS / "protocol-reference.md"].partition("<!-- generated: params -->")
+def test_every_field_of_the_reference_says_what_it_means(
+    wanted: dict[Path, str],
+) -> None:
+    _, _, messages = wanted[DOCS / "protocol-reference.md"].partition(
+        "<!-- generated: params -->"
+    )
     rows = [row.split(" | ") for row in messages.splitlines() if row.startswith("| `")]
     assert len(rows) > 80
     assert [row[0] for row in rows if not row[3].strip(" |")] == []

@@ -27,7 +27,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "-d", folder],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "-d",
+            folder,
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -48,7 +58,9 @@ def is_elsewhere(link: str) -> bool:
     return bool(urlsplit(link).scheme or urlsplit(link).netloc)
 
 
-def test_no_page_asks_for_anything_from_another_host(site: Path, read: dict[Path, Page]) -> None:
+def test_no_page_asks_for_anything_from_another_host(
+    site: Path, read: dict[Path, Page]
+) -> None:
     """The theme's own script fetches mermaid where a page has a diagram of it, and GitHub's counts for a `repo_url`."""
     styles = "".join(path.read_text() for path in site.rglob("*.css"))
     loaded = [*re.findall(r"(?:url\(|@import )[\"']?(?!data:)([^\"')]+)", styles)]
@@ -60,7 +72,9 @@ def test_no_page_asks_for_anything_from_another_host(site: Path, read: dict[Path
     assert [path.name for path in read if asks.search(path.read_text())] == []
 
 
-@pytest.mark.parametrize("source", [*SOURCES, *TOP_PAGES], ids=lambda source: source.name)
+@pytest.mark.parametrize(
+    "source", [*SOURCES, *TOP_PAGES], ids=lambda source: source.name
+)
 def test_links_hold_on_a_git_host_as_well(source: Path) -> None:
     page = read_markdown(source)
     missing: list[str] = []

@@ -43,7 +43,11 @@ def believed(node: Node, stage: int = 0) -> list[Believed]:
     """All that may be read from one worker. Call `settle` before."""
     worker = node.ferry_workers[stage]
     side = ferry_of(node.engine.connector).scheduler_side
-    leases = {lease.slot: lease for lease in side.leases.leases(*LeaseState) if lease.slot >= 0}
+    leases = {
+        lease.slot: lease
+        for lease in side.leases.leases(*LeaseState)
+        if lease.slot >= 0
+    }
     return [
         found
         for slot, lease in leases.items()
@@ -65,19 +69,30 @@ def _of(
         answered = node.engine.answers[lease.request_id].params
         if built is not None:
             yield Believed(
-                lease.request_id, built[0].remote_num_tokens, built[0].remote_block_ids[0], True
+                lease.request_id,
+                built[0].remote_num_tokens,
+                built[0].remote_block_ids[0],
+                True,
             )
         elif answered is not None:
             (blocks, *_) = answered["remote_block_ids"]
-            yield Believed(lease.request_id, answered["remote_num_tokens"], tuple(blocks), True)
+            yield Believed(
+                lease.request_id, answered["remote_num_tokens"], tuple(blocks), True
+            )
     tokens = progress & MAX_PROGRESS
     if not tokens or worker.description.stream_rows is None:
         return
     rows = rows_of(worker)
     for row in np.flatnonzero(rows.headers[:, 1] == header_word(Epoch(word >> 4))):
-        whole = tokens // BLOCK_TOKENS * BLOCK_TOKENS if word & 15 != SlotState.READY else tokens
+        whole = (
+            tokens // BLOCK_TOKENS * BLOCK_TOKENS
+            if word & 15 != SlotState.READY
+            else tokens
+        )
         ids = rows.ids[row][: -(-whole // BLOCK_TOKENS)]
-        yield Believed(lease.request_id, whole, tuple(map(int, ids)), word & 15 == SlotState.READY)
+        yield Believed(
+            lease.request_id, whole, tuple(map(int, ids)), word & 15 == SlotState.READY
+        )
 
 
 def check_believed(node: Node, prompts: dict[str, list[int]]) -> list[Believed]:
@@ -88,7 +103,9 @@ def check_believed(node: Node, prompts: dict[str, list[int]]) -> list[Believed]:
         want = states_of(prompts[one.request_id][: one.num_tokens], node.window)
         cells = node.model.read_states(0, list(one.blocks), 0, one.num_tokens)
         wrong = [
-            position for position in range(one.num_tokens) if cells[position] != want[position]
+            position
+            for position in range(one.num_tokens)
+            if cells[position] != want[position]
         ]
         assert not wrong, (
             f"{one}: the cells of tokens {wrong[0]} to {wrong[-1]} are not what they are said to be"

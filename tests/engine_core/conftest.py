@@ -48,8 +48,12 @@ def make_both(make: Any) -> Any:
     """Makes nodes that offer turns: `make_both(**config)`."""
     turns = importlib.import_module("tests.engine_core.conversation").TURNS
 
-    def build(*, role: str = "kv_both", extra: dict[str, Any] | None = None, **config: Any) -> Any:
-        return make(role, extra={**turns, **(extra or {})}, **{"num_blocks": 80, **config})
+    def build(
+        *, role: str = "kv_both", extra: dict[str, Any] | None = None, **config: Any
+    ) -> Any:
+        return make(
+            role, extra={**turns, **(extra or {})}, **{"num_blocks": 80, **config}
+        )
 
     return build
 
@@ -91,9 +95,14 @@ def make_engine() -> Iterator[Any]:
             **config: Any,
         ) -> Any:
             if module == "kvferry.connector":
-                config["extra"] = {"kv_lease_duration": lease_s, **config.get("extra", {})}
+                config["extra"] = {
+                    "kv_lease_duration": lease_s,
+                    **config.get("extra", {}),
+                }
             with node.side_channel(free_port()):
-                engine = node.SchedulerEngine(connector, module=module, role=role, **config)
+                engine = node.SchedulerEngine(
+                    connector, module=module, role=role, **config
+                )
             stack.callback(engine.close)
             if module == "kvferry.connector":
                 stack.callback(check_scheduler_side, engine.connector.scheduler_side)

@@ -33,7 +33,11 @@ class Conversation:
         self.decode(f"d{self.turns}", params, count)
 
     def prefill(self, name: str) -> dict[str, Any]:
-        asked = json.loads(json.dumps(self.offer)) if self.offer else {"do_remote_decode": True}
+        asked = (
+            json.loads(json.dumps(self.offer))
+            if self.offer
+            else {"do_remote_decode": True}
+        )
         self.prefiller.engine.add(name, self.text, asked, max_tokens=1)
         params = self.prefiller.answer(name).params
         assert params is not None
@@ -41,7 +45,9 @@ class Conversation:
         return params
 
     def decode(self, name: str, params: dict[str, Any], count: int = COUNT) -> None:
-        self.decoder.engine.add(name, self.text, json.loads(json.dumps(params)), max_tokens=count)
+        self.decoder.engine.add(
+            name, self.text, json.loads(json.dumps(params)), max_tokens=count
+        )
         answer = self.decoder.answer(name)
         assert answer.tokens == expected_tokens(self.text, count, self.decoder.window)
         self.text += answer.tokens
@@ -58,6 +64,7 @@ def settle(node: Node) -> None:
 def blocks(node: Node, before: float = 0) -> float:
     """Blocks that a node has loaded."""
     return (
-        node.engine.counted("planned_bytes") / (node.engine.block_bytes * len(node.workers))
+        node.engine.counted("planned_bytes")
+        / (node.engine.block_bytes * len(node.workers))
         - before
     )

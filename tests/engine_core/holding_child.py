@@ -33,7 +33,9 @@ class HoldingChild(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[int, bool]:
         return 0, False
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
         """Nothing to load."""
 
     def build_connector_meta(self, scheduler_output: Any) -> Saved:
@@ -41,11 +43,15 @@ class HoldingChild(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.held -= saved
         return Saved(frozenset(saved))
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, None]:
         self.held.add(request.request_id)
         return True, None
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(
+        self, finished_req_ids: set[str]
+    ) -> KVConnectorTransferResults:
         metadata = self._get_connector_metadata()
         return KVConnectorTransferResults(finished_sending=set(metadata.request_ids))
 

@@ -17,7 +17,12 @@ from tests.ports import free_port
 
 
 def offer(
-    prompt: Sequence[int], *, port: int = 9, slot: int = 0, lease_s: float = 30.0, **flat: Any
+    prompt: Sequence[int],
+    *,
+    port: int = 9,
+    slot: int = 0,
+    lease_s: float = 30.0,
+    **flat: Any,
 ) -> dict[str, Any]:
     """`kv_transfer_params` of a prompt that some producer has prefilled, as plain JSON objects."""
     count = -(-len(prompt) // BLOCK_TOKENS)

@@ -32,13 +32,19 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.hold = False
 
     def on_new_request(self, request: Any) -> None:
-        self.calls.append(f"new {request.request_id} params={request.kv_transfer_params!r}")
+        self.calls.append(
+            f"new {request.request_id} params={request.kv_transfer_params!r}"
+        )
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Matched:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> Matched:
         self.calls.append(f"match {request.request_id} local={num_computed_tokens}")
         return self.match(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
         count = len(blocks.get_block_ids()[0])
         self.calls.append(
             f"alloc {request.request_id} external={num_external_tokens} blocks={count}"

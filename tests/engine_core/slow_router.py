@@ -26,7 +26,10 @@ class Slow:
     """A producer with such a router, on its own clock, a second per step. Its workers report at once."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any] | None = None, **extra: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        engine: dict[str, Any] | None = None,
+        **extra: Any,
     ) -> None:
         self.now_s = 1000.0
         clock = SimpleNamespace(monotonic=lambda: self.now_s)
@@ -64,7 +67,9 @@ class Slow:
         return LeaseName(slot=ticket["lease_slot"], epoch=ticket["lease_epoch"])
 
     def answered(self) -> int:
-        return sum(answer.finish_reason is not None for answer in self.engine.answers.values())
+        return sum(
+            answer.finish_reason is not None for answer in self.engine.answers.values()
+        )
 
     def close(self) -> None:
         self.engine.close()

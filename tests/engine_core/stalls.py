@@ -47,7 +47,9 @@ class Workers:
             self.reading += [load.request_id for load in orders.loads]
         self.read |= step.ended
 
-    def report(self, step: Scheduled, loaded: set[str], failed: set[str]) -> KVConnectorOutput:
+    def report(
+        self, step: Scheduled, loaded: set[str], failed: set[str]
+    ) -> KVConnectorOutput:
         """The report of a step in which these loads end."""
         self.reading = [name for name in self.reading if name not in loaded | failed]
         alive = frozenset(self.alive)
@@ -110,13 +112,17 @@ class Life:
         quarantine = self.engine.connector.scheduler_side.loads.quarantine
         if self.engine.blocks_at_start - quarantine.num_blocks >= _ROOM:
             short = self.add(SHORT, loads=False, max_tokens=1)
-            self._settle(lambda: self.engine.answers[short].finish_reason is not None, 150)
+            self._settle(
+                lambda: self.engine.answers[short].finish_reason is not None, 150
+            )
             assert self.engine.answers[short].finish_reason is not None, (
                 f"a short prompt waits: {self.states()}"
             )
         self._pinning = 0.0
         self.workers.alive.clear()
-        self._settle(self.engine.is_idle, 60 * (1 + len(self.engine.scheduler.requests)))
+        self._settle(
+            self.engine.is_idle, 60 * (1 + len(self.engine.scheduler.requests))
+        )
         assert self.engine.is_idle(), f"requests stand still: {self.states()}"
 
     def _settle(self, over: Callable[[], bool], limit: int) -> None:
@@ -132,7 +138,9 @@ class Life:
         odds = self.random.choice((0.0, 0.1, 0.7)) if ending is None else ending
         over = {name for name in self.workers.reading if self.random.random() < odds}
         failed = {name for name in sorted(over) if self.random.random() < self._failing}
-        pinned = {name for name in sorted(failed) if self.random.random() < self._pinning}
+        pinned = {
+            name for name in sorted(failed) if self.random.random() < self._pinning
+        }
         self.workers.alive |= pinned
         self.workers.take(step)
         held = engine.connector.scheduler_side.leases.block_references.held
@@ -149,7 +157,11 @@ class Life:
             params = {"do_remote_decode": True}
         max_tokens = max_tokens or self.random.choice((1, 3, 20))
         self.engine.add(
-            name, prompt, params, max_tokens=max_tokens, priority=self.random.randrange(3)
+            name,
+            prompt,
+            params,
+            max_tokens=max_tokens,
+            priority=self.random.randrange(3),
         )
         return name
 
@@ -158,9 +170,12 @@ class Life:
         requests = self.engine.scheduler.requests.values()
         return {
             "requests": {
-                f"{x.request_id} of {x.num_tokens}": str(RequestStatus(x.status)) for x in requests
+                f"{x.request_id} of {x.num_tokens}": str(RequestStatus(x.status))
+                for x in requests
             },
-            "first queue": [x.request_id for x in self.engine.scheduler.kv_holding_waiting],
+            "first queue": [
+                x.request_id for x in self.engine.scheduler.kv_holding_waiting
+            ],
             "free": self.engine.free_blocks,
             "reading": self.workers.reading,
             "pinned": sorted(self.workers.alive),
@@ -173,7 +188,9 @@ class Life:
 
     def _abort(self) -> None:
         running = [
-            name for name, answer in self.engine.answers.items() if answer.finish_reason is None
+            name
+            for name, answer in self.engine.answers.items()
+            if answer.finish_reason is None
         ]
         alive = [name for name in running if name in self.engine.scheduler.requests]
         if alive:

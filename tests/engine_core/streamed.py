@@ -28,23 +28,38 @@ REMOTE_DECODE = {"do_remote_decode": True}
 
 
 def ask(
-    node: Node, name: str, prompt: list[int] = PROMPT, *, number: int = 1, streams: bool = True
+    node: Node,
+    name: str,
+    prompt: list[int] = PROMPT,
+    *,
+    number: int = 1,
+    streams: bool = True,
 ) -> Answer:
     """The listener's answer to a consumer."""
     digest = digest_chain(Prompt(tokens=prompt))[-1]
     spans = (
-        ferry_of(node.engine.connector).scheduler_side.channel.local.block_spans if streams else ()
+        ferry_of(node.engine.connector).scheduler_side.channel.local.block_spans
+        if streams
+        else ()
     )
     query = PromptQuery(
-        number=number, key=request_key(name), num_tokens=len(prompt), digest=digest, spans=spans
+        number=number,
+        key=request_key(name),
+        num_tokens=len(prompt),
+        digest=digest,
+        spans=spans,
     )
     return answer_to(node, query)
 
 
 def answer_to(node: Node, query: PromptQuery) -> Answer:
     """The listener's answer to a consumer with other blocks."""
-    with client(ferry_of(node.engine.connector).scheduler_side.channel.local.port) as sock:
-        sock.send_multipart([b"", encode(Subscribe(client_id="consumer", queries=(query,)))])
+    with client(
+        ferry_of(node.engine.connector).scheduler_side.channel.local.port
+    ) as sock:
+        sock.send_multipart(
+            [b"", encode(Subscribe(client_id="consumer", queries=(query,)))]
+        )
         return decode_answers(sock.recv_multipart()[1]).answers[0]
 
 
@@ -79,7 +94,8 @@ def lease_of(node: Node, name: str = "p") -> ProducerLease:
 def published(step: Scheduled) -> list[tuple[int, tuple[int, ...], int]]:
     """Tokens, first block, and number of blocks of every order of a step."""
     return [
-        (order.tokens, order.first_blocks, len(order.blocks[0])) for order in step.orders.progress
+        (order.tokens, order.first_blocks, len(order.blocks[0]))
+        for order in step.orders.progress
     ]
 
 

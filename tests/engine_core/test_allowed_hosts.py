@@ -14,7 +14,12 @@ from kvferry.link import allowed_hosts, host_names
 from kvferry.link.secrets import VARIABLE
 from kvferry.protocol.hosts import HOST_VARIABLE
 from kvferry.protocol.ids import new_boot_id
-from kvferry.protocol.prompt_queries import Answer, PromptProgress, announced_id, encode_params
+from kvferry.protocol.prompt_queries import (
+    Answer,
+    PromptProgress,
+    announced_id,
+    encode_params,
+)
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import SchedulerEngine, tokens
 from tests.promises import promise
@@ -63,7 +68,9 @@ def asked_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def make(make_engine: Any, asked_names: list[str]) -> Any:
-    def build(allowed: list[str] | None, policy: str = "recompute", **extra: Any) -> Any:
+    def build(
+        allowed: list[str] | None, policy: str = "recompute", **extra: Any
+    ) -> Any:
         extra |= {} if allowed is None else {"allowed_hosts": allowed}
         return make_engine("kv_both", policy=policy, extra=extra)
 
@@ -75,7 +82,9 @@ def computed_here(engine: SchedulerEngine, name: str) -> bool:
     return answer.finish_reason == "length" and engine.is_whole
 
 
-def check_it_ends_here(engine: SchedulerEngine, params: dict[str, Any], how: str) -> None:
+def check_it_ends_here(
+    engine: SchedulerEngine, params: dict[str, Any], how: str
+) -> None:
     """A request with these params is rejected, aborted, or computed here, as `how` says, and leaves nothing."""
     engine.add("d", PROMPT, params, abort_immediately=how == "a rejected prompt")
     if "ted prompt" in how:
@@ -101,7 +110,14 @@ HOSTS = [
 
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize(
-    "how", ["a prompt", "a rejected prompt", "an aborted prompt", "a turn", "a turn unasked for"]
+    "how",
+    [
+        "a prompt",
+        "a rejected prompt",
+        "an aborted prompt",
+        "a turn",
+        "a turn unasked for",
+    ],
 )
 def test_whatever_names_a_host_that_is_not_listed_leads_to_no_connection_and_no_look_up(
     make: Any, other_peer: OtherPeer, asked_names: list[str], host: str, how: str
@@ -129,7 +145,9 @@ def test_a_ticket_from_elsewhere_for_a_request_that_has_ended_leads_to_no_connec
         progress=PromptProgress.TICKET,
         params=encode_params(offer(PROMPT, port=other_peer.port)),
     )
-    engine.connector.scheduler_side.intake.answered(Settled("d", waits=False, answer=ticket), None)
+    engine.connector.scheduler_side.intake.answered(
+        Settled("d", waits=False, answer=ticket), None
+    )
     engine.connector.scheduler_side.close()
     assert not other_peer.was_asked()
     assert engine.counted("leases_given_back") == 0
@@ -153,7 +171,9 @@ def test_a_listed_host_is_connected_to(
     make: Any, eavesdropper: Eavesdropper, asked_names: list[str], host: str
 ) -> None:
     engine = make([*ALLOWED, "127.0.0.1"])
-    engine.add("d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=3, remote_host=host))
+    engine.add(
+        "d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=3, remote_host=host)
+    )
     engine.abort("d")
     assert eavesdropper.released() == [3]
     assert engine.counted("local_recomputes") == 0
@@ -170,10 +190,22 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> str:
 @promise(1)
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize(
-    "how", ["a prompt", "a rejected prompt", "an aborted prompt", "a turn", "both legs at once"]
+    "how",
+    [
+        "a prompt",
+        "a rejected prompt",
+        "an aborted prompt",
+        "a turn",
+        "both legs at once",
+    ],
 )
 def test_a_client_that_listens_elsewhere_is_no_producer(
-    make: Any, other_peer: OtherPeer, foreign: str, asked_names: list[str], how: str, policy: str
+    make: Any,
+    other_peer: OtherPeer,
+    foreign: str,
+    asked_names: list[str],
+    how: str,
+    policy: str,
 ) -> None:
     """Its cache is not read and its metadata not parsed: nothing is sent to it. The prompt is computed here, whatever
     the policy."""
@@ -202,7 +234,9 @@ def test_a_client_that_listens_elsewhere_is_no_producer(
     )
 
 
-@pytest.mark.parametrize("host", ["evil.example", "10.255.0.1", "p0", "169.254.169.254"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "10.255.0.1", "p0", "169.254.169.254"]
+)
 def test_the_log_says_once_for_a_host_which_key_to_set_with_its_value(
     make: Any, host: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -238,7 +272,11 @@ def test_clients_that_name_ever_more_hosts_do_not_fill_the_log_or_the_memory(
     ],
 )
 def test_the_advice_is_what_helps(
-    make: Any, allowed: list[str] | None, host: str, said: str, caplog: pytest.LogCaptureFixture
+    make: Any,
+    allowed: list[str] | None,
+    host: str,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = make(allowed)
     engine.add("a", PROMPT, offer(PROMPT, remote_host=host))
@@ -254,12 +292,23 @@ def test_the_advice_is_what_helps(
 
 @pytest.mark.parametrize(
     ("allowed", "said"),
-    [(None, "from producers on this host alone"), (["*"], '["*"]'), (["10.0.0.0/8"], None)],
+    [
+        (None, "from producers on this host alone"),
+        (["*"], '["*"]'),
+        (["10.0.0.0/8"], None),
+    ],
 )
 def test_an_engine_that_reads_without_a_secret_says_at_its_start_whom_it_trusts(
-    make: Any, allowed: list[str] | None, said: str | None, caplog: pytest.LogCaptureFixture
+    make: Any,
+    allowed: list[str] | None,
+    said: str | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     make(allowed)
-    warned = [record.getMessage() for record in caplog.records if "secret" in record.getMessage()]
+    warned = [
+        record.getMessage()
+        for record in caplog.records
+        if "secret" in record.getMessage()
+    ]
     assert len(warned) == (said is not None)
     assert said is None or said in warned[0]

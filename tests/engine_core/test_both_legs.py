@@ -38,11 +38,15 @@ def ids(name: str) -> tuple[str, str]:
 
 
 def check(consumer: Node, leg: str, prompt: list[int] = PROMPT) -> None:
-    assert consumer.engine.answers[leg].tokens == expected_tokens(prompt, COUNT, consumer.window)
+    assert consumer.engine.answers[leg].tokens == expected_tokens(
+        prompt, COUNT, consumer.window
+    )
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-@pytest.mark.parametrize("step_tokens", [64, 256], ids=["in three steps", "in one step"])
+@pytest.mark.parametrize(
+    "step_tokens", [64, 256], ids=["in three steps", "in one step"]
+)
 @pytest.mark.parametrize("config", [{}, {"overlap": True}, {"tp": 2}], ids=str)
 def test_the_prompt_is_loaded_whichever_leg_comes_first(
     make: Any, first: str, config: dict[str, Any], step_tokens: int
@@ -61,11 +65,17 @@ def test_the_prompt_is_loaded_whichever_leg_comes_first(
     for _ in range(3):
         consumer.step()
     (send_decode if first == "prefill" else send_prefill)()
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode)
     assert consumer.engine.counted("loads") == 1
     assert consumer.engine.counted("local_recomputes") == 0
-    until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole)
+    until(
+        (producer, consumer),
+        lambda: producer.engine.is_whole and consumer.engine.is_whole,
+    )
     assert producer.engine.answers[prefill].params is not None
 
 
@@ -79,7 +89,10 @@ def test_a_request_waits_as_long_as_its_producer_has_it_in_its_queue(make: Any) 
     queries = consumer.engine.connector.scheduler_side.queries.queries
     until((consumer,), lambda: queries.snapshot().known)
     assert not consumer.engine.answers[decode].tokens
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode)
     assert consumer.engine.counted("loads") == 1
 
@@ -93,20 +106,30 @@ def settled(consumer: Node) -> bool:
 def test_a_prefill_that_is_aborted_ends_the_decode_by_the_policy_for_failed_loads(
     make: Any, policy: str, computed: int
 ) -> None:
-    producer, consumer = make("kv_producer", max_step_tokens=64), make("kv_consumer", policy=policy)
+    producer, consumer = (
+        make("kv_producer", max_step_tokens=64),
+        make("kv_consumer", policy=policy),
+    )
     prefill, decode = ids("x")
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     producer.step()
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
     consumer.step()
     producer.engine.abort(prefill)
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
-    assert consumer.engine.answers[decode].finish_reason == ("length" if computed else "error")
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
+    assert consumer.engine.answers[decode].finish_reason == (
+        "length" if computed else "error"
+    )
     assert consumer.engine.counted("local_recomputes", "prefill_failed") == computed
     assert consumer.engine.counted("failed_requests") == 1 - computed
     until(
         (producer, consumer),
-        lambda: producer.engine.is_whole and consumer.engine.is_whole and settled(consumer),
+        lambda: (
+            producer.engine.is_whole and consumer.engine.is_whole and settled(consumer)
+        ),
     )
 
 
@@ -114,7 +137,10 @@ def test_a_request_that_is_to_fail_is_computed_where_vllm_loads_nothing_for_it(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another child of a MultiConnector may have its tokens. A failure that no load belongs to would end the engine."""
-    producer, consumer = make("kv_producer", max_step_tokens=64), make("kv_consumer", policy="fail")
+    producer, consumer = (
+        make("kv_producer", max_step_tokens=64),
+        make("kv_consumer", policy="fail"),
+    )
     prefill, decode = ids("x")
     connector = consumer.engine.connector
     matched = connector.get_num_new_matched_tokens
@@ -127,7 +153,10 @@ def test_a_request_that_is_to_fail_is_computed_where_vllm_loads_nothing_for_it(
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     producer.engine.abort(prefill)
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode)
     assert consumer.engine.counted("failed_requests") == 1
     until((consumer,), lambda: consumer.engine.is_whole)
@@ -153,10 +182,15 @@ def test_a_ticket_that_cannot_be_used_costs_a_prefill(
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     asked = producer.engine.connector.scheduler_side.tickets.directory
     asked.ticket(prefill, ticket)
-    until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None
+    )
     check(consumer, decode)
     reasons = ("invalid_params", "foreign_params")
-    assert sum(consumer.engine.counted("local_recomputes", reason) for reason in reasons) == 1
+    assert (
+        sum(consumer.engine.counted("local_recomputes", reason) for reason in reasons)
+        == 1
+    )
 
 
 def test_an_internal_error_in_an_answer_costs_a_prefill_and_not_the_engine(
@@ -171,7 +205,10 @@ def test_an_internal_error_in_an_answer_costs_a_prefill_and_not_the_engine(
 
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     monkeypatch.setattr("kvferry.connector.scheduler_side.intake.decode_params", broken)
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode)
     assert consumer.engine.counted("local_recomputes", "invalid_params") == 1
 
@@ -190,7 +227,9 @@ def test_a_decode_that_is_aborted_while_it_waits_gives_the_ticket_back_without_a
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     until(
         (producer,),
-        lambda: not consumer.must_step and producer.engine.is_whole and settled(consumer),
+        lambda: (
+            not consumer.must_step and producer.engine.is_whole and settled(consumer)
+        ),
     )
     assert producer.engine.counted("leases_released", "release") == 1
     assert consumer.engine.is_whole
@@ -203,7 +242,10 @@ def test_a_prompt_that_no_producer_knows_is_computed_here(
     producer, consumer = make("kv_producer"), make("kv_consumer")
     _, decode = ids("x")
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode)
     assert consumer.engine.counted("local_recomputes", "prompt_unknown") == 1
     assert settled(consumer)
@@ -220,7 +262,9 @@ def test_a_producer_that_dies_while_it_is_asked_costs_a_wait_and_a_prefill(
     queries = consumer.engine.connector.scheduler_side.queries.queries
     until((consumer,), lambda: queries.snapshot().known)
     producer.engine.connector.scheduler_side.channel.listener.close()
-    until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None
+    )
     check(consumer, decode)
     assert consumer.engine.counted("local_recomputes", "prompt_unknown") == 1
     producer.engine.abort(prefill)
@@ -248,13 +292,18 @@ def test_a_leg_that_does_not_fit_is_computed_here(
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prefill, decode = ids("x")
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
-    consumer.engine.add(decode, prompt, leg_params(producer, "x", **changed), max_tokens=COUNT)
+    consumer.engine.add(
+        decode, prompt, leg_params(producer, "x", **changed), max_tokens=COUNT
+    )
     queries = consumer.engine.connector.scheduler_side.queries.queries
     # The producer does not step meanwhile: it would be done with the prompt, and give no reason any more.
     if reason == "other_prompt":
         until((consumer,), lambda: bool(queries.snapshot().unknown))
     monkeypatch.setattr("kvferry.scheduler.consumer.pending_queries.UNKNOWN_S", 0.0)
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode, prompt)
     assert consumer.engine.counted("local_recomputes", reason) == 1
     assert consumer.engine.counted("loads") == 0
@@ -270,13 +319,17 @@ def test_a_client_cannot_tell_from_the_time_of_its_answer_whether_an_id_is_live(
     prefill, decode = ids("x")
     if is_live:
         producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
-    consumer.engine.add(decode, tokens(140, seed=9), leg_params(producer, "x"), max_tokens=COUNT)
+    consumer.engine.add(
+        decode, tokens(140, seed=9), leg_params(producer, "x"), max_tokens=COUNT
+    )
     queries = consumer.engine.connector.scheduler_side.queries.queries
     query_client = consumer.engine.connector.scheduler_side.channel.query_client
 
     def is_answered() -> bool:
         # Only the answer about a live id has a reason, which the engine has once it has taken the answer.
-        answered = queries.snapshot().unknown if is_live else query_client.snapshot().answered
+        answered = (
+            queries.snapshot().unknown if is_live else query_client.snapshot().answered
+        )
         return bool(answered) or not len(queries)
 
     until((consumer,), is_answered)
@@ -284,9 +337,13 @@ def test_a_client_cannot_tell_from_the_time_of_its_answer_whether_an_id_is_live(
         consumer.step()
     assert len(queries) == 1, "the request still waits"
     monkeypatch.setattr("kvferry.scheduler.consumer.pending_queries.UNKNOWN_S", 0.0)
-    until((consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None
+    )
     assert (
-        consumer.engine.counted("local_recomputes", "other_prompt" if is_live else "prompt_unknown")
+        consumer.engine.counted(
+            "local_recomputes", "other_prompt" if is_live else "prompt_unknown"
+        )
         == 1
     )
     producer.engine.abort(prefill)
@@ -310,7 +367,10 @@ def test_prompts_of_one_id_go_to_who_has_the_same_prompt(make: Any) -> None:
     for name, prompt in zip(names, prompts, strict=True):
         check(consumer, name, prompt)
     assert consumer.engine.counted("loads") == 2
-    until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole)
+    until(
+        (producer, consumer),
+        lambda: producer.engine.is_whole and consumer.engine.is_whole,
+    )
 
 
 def test_a_prompt_of_another_data_parallel_rank_is_found(
@@ -319,29 +379,41 @@ def test_a_prompt_of_another_data_parallel_rank_is_found(
     """The router's answers name one rank; vLLM's front end has given this prompt to another."""
     consumer, there = make("kv_consumer"), make("kv_producer")
     monkeypatch.setattr(
-        "kvferry.connector.scheduler_side.side.sibling_ports", lambda config: (there.port,)
+        "kvferry.connector.scheduler_side.side.sibling_ports",
+        lambda config: (there.port,),
     )
     named = make("kv_producer")
     prefill, decode = ids("x")
     consumer.engine.add(decode, PROMPT, leg_params(named, "x"), max_tokens=COUNT)
     there.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
-    until((there, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (there, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode)
     assert consumer.engine.counted("loads") == 1
     until((there, consumer), lambda: there.engine.is_whole and settled(consumer))
 
 
 def test_a_producer_that_announces_nothing_answers_all_the_same(make: Any) -> None:
-    producer, consumer = make("kv_producer", extra={"streaming": "off"}), make("kv_consumer")
+    producer, consumer = (
+        make("kv_producer", extra={"streaming": "off"}),
+        make("kv_consumer"),
+    )
     prefill, decode = ids("x")
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode)
     assert consumer.engine.counted("loads") == 1
 
 
-def test_push_is_announced_once_a_consumer_that_can_ask_has_connected(make: Any) -> None:
+def test_push_is_announced_once_a_consumer_that_can_ask_has_connected(
+    make: Any,
+) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     first = producer.prefill("p0", PROMPT)
     consumer.decode("d0", PROMPT, first)
@@ -353,7 +425,9 @@ def test_push_is_announced_once_a_consumer_that_can_ask_has_connected(make: Any)
     assert off.prefill("q1", tokens(100, seed=6))["transfer_mode"] == "pull"
 
 
-def test_a_ticket_may_come_before_the_producers_workers_have_the_orders(make: Any) -> None:
+def test_a_ticket_may_come_before_the_producers_workers_have_the_orders(
+    make: Any,
+) -> None:
     producer, consumer = make("kv_producer", max_step_tokens=256), make("kv_consumer")
     prefill, decode = ids("x")
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
@@ -369,6 +443,9 @@ def test_a_ticket_may_come_before_the_producers_workers_have_the_orders(make: An
         return run(*args)
 
     runner.step = late
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode)
     assert consumer.engine.counted("local_recomputes") == 0

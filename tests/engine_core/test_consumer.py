@@ -33,7 +33,9 @@ def loads(step: Scheduled) -> dict[str, tuple[int, int]]:
     )
 
 
-def test_a_remote_prompt_is_loaded_whole_and_one_token_of_it_is_computed(make_engine: Any) -> None:
+def test_a_remote_prompt_is_loaded_whole_and_one_token_of_it_is_computed(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer")
     engine.add("d", PROMPT, offer(PROMPT))
     step = engine.step()
@@ -51,7 +53,9 @@ def test_a_remote_prompt_is_loaded_whole_and_one_token_of_it_is_computed(make_en
     assert len(engine.stats[-1]["samples"].get("handover_s", ())) <= 1
 
 
-def test_no_step_waits_for_a_load_while_another_stage_may_have_work(make_engine: Any) -> None:
+def test_no_step_waits_for_a_load_while_another_stage_may_have_work(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer", pp=2)
     engine.add("d", PROMPT, offer(PROMPT))
     step = engine.step()
@@ -70,7 +74,9 @@ def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers
     depth: int,
 ) -> None:
     sleeps: list[float] = []
-    monkeypatch.setattr(EngineLoop, "wait", lambda _, timeout_s: sleeps.append(timeout_s))
+    monkeypatch.setattr(
+        EngineLoop, "wait", lambda _, timeout_s: sleeps.append(timeout_s)
+    )
     engine = make_engine("kv_consumer", overlap=overlap)
     side = engine.connector.scheduler_side
     engine.add("d", PROMPT, offer(PROMPT))
@@ -81,10 +87,15 @@ def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers
     request.addfinalizer(notifier.close)
     notifier.set_boot(side.channel.local.boot)
     notifier.notify()
-    wait_until(lambda: side.steps.load_listener.hears_all_workers, "the notification is not heard")
+    wait_until(
+        lambda: side.steps.load_listener.hears_all_workers,
+        "the notification is not heard",
+    )
     for _ in range(depth):
         engine.step()
-    assert not sleeps, "what was notified is in the first one's report, and steps overlap"
+    assert not sleeps, (
+        "what was notified is in the first one's report, and steps overlap"
+    )
     engine.step()
     assert len(sleeps) == 1
     engine.add("beside", tokens(20, seed=2), max_tokens=1)
@@ -99,7 +110,9 @@ def test_no_step_waits_for_answers_while_the_blocks_of_an_aborted_load_may_come_
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     sleeps: list[float] = []
-    monkeypatch.setattr(EngineLoop, "wait", lambda _, timeout_s: sleeps.append(timeout_s))
+    monkeypatch.setattr(
+        EngineLoop, "wait", lambda _, timeout_s: sleeps.append(timeout_s)
+    )
     engine = make_engine("kv_consumer")
     side = engine.connector.scheduler_side
     engine.add("d", PROMPT, offer(PROMPT))
@@ -110,20 +123,28 @@ def test_no_step_waits_for_answers_while_the_blocks_of_an_aborted_load_may_come_
         "remote_host": "127.0.0.1",
         "remote_port": free_port(),
     }
-    engine.add("asks", PROMPT, {"do_remote_prefill": True, "do_remote_decode": False, **named})
+    engine.add(
+        "asks", PROMPT, {"do_remote_prefill": True, "do_remote_decode": False, **named}
+    )
     engine.step()
     assert not sleeps, "only a step shows that the load has ended"
     notifier = LoadNotifier(0)
     request.addfinalizer(notifier.close)
     notifier.set_boot(side.channel.local.boot)
     notifier.notify()
-    wait_until(lambda: side.steps.load_listener.hears_all_workers, "the notification is not heard")
+    wait_until(
+        lambda: side.steps.load_listener.hears_all_workers,
+        "the notification is not heard",
+    )
     engine.step()
     assert not sleeps, "what was notified is in this step's report"
     engine.step()
     assert len(sleeps) == 1, "the workers notify"
     notifier.notify()
-    wait_until(lambda: not side.steps.load_listener.has_no_news, "the notification is not heard")
+    wait_until(
+        lambda: not side.steps.load_listener.has_no_news,
+        "the notification is not heard",
+    )
     engine.step()
     assert len(sleeps) == 1
     engine.step(loaded={"d"})
@@ -131,12 +152,16 @@ def test_no_step_waits_for_answers_while_the_blocks_of_an_aborted_load_may_come_
     engine.abort("asks")
 
 
-@pytest.mark.parametrize(("sizes", "alone"), [((1, 1), True), ((2, 1), False), ((1, 2), False)])
+@pytest.mark.parametrize(
+    ("sizes", "alone"), [((1, 1), True), ((2, 1), False), ((1, 2), False)]
+)
 def test_only_an_engine_of_one_stage_and_one_rank_is_alone(
     sizes: tuple[int, int], alone: bool
 ) -> None:
     """A step of a data-parallel rank holds up all others, which wait for it in the next collective operation."""
-    parallel = SimpleNamespace(pipeline_parallel_size=sizes[0], data_parallel_size=sizes[1])
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=sizes[0], data_parallel_size=sizes[1]
+    )
     config: Any = SimpleNamespace(parallel_config=parallel)
     assert has_no_dp_siblings(config) is alone
 
@@ -161,7 +186,9 @@ def test_a_prompt_that_is_all_in_the_local_cache_gives_its_lease_back(
     short = tokens(2 * BLOCK_TOKENS)
     engine.add("before", tokens(3 * BLOCK_TOKENS), max_tokens=1)
     engine.run()
-    engine.add("d", tokens(3 * BLOCK_TOKENS), offer(short, port=eavesdropper.port, slot=5))
+    engine.add(
+        "d", tokens(3 * BLOCK_TOKENS), offer(short, port=eavesdropper.port, slot=5)
+    )
     step = engine.step()
     assert (loads(step), step.computed) == ({}, {"d": BLOCK_TOKENS})
     assert eavesdropper.released() == [5]
@@ -179,7 +206,10 @@ UNSCHEDULED: dict[str, tuple[list[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("prompt", "request_"), UNSCHEDULED.values(), ids=UNSCHEDULED)
 def test_a_request_that_ends_before_it_was_scheduled_gives_its_lease_back(
-    make_engine: Any, eavesdropper: Eavesdropper, prompt: list[int], request_: dict[str, Any]
+    make_engine: Any,
+    eavesdropper: Eavesdropper,
+    prompt: list[int],
+    request_: dict[str, Any],
 ) -> None:
     engine = make_engine("kv_consumer")
     engine.add("d", prompt, offer(PROMPT, port=eavesdropper.port, slot=3), **request_)
@@ -240,7 +270,9 @@ def test_one_params_object_over_a_batch_serves_only_the_prompt_that_it_was_made_
     )
 
 
-def test_a_turn_that_was_tokenised_anew_takes_what_it_certainly_shares(make_engine: Any) -> None:
+def test_a_turn_that_was_tokenised_anew_takes_what_it_certainly_shares(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer", num_blocks=64)
     made_for = tokens(300)
     engine.add("d", [*made_for[:270], *tokens(30, seed=8)], offer(made_for))
@@ -256,7 +288,11 @@ def test_prompt_logprobs_need_the_whole_prompt_and_give_the_lease_back(
 ) -> None:
     engine = make_engine("kv_consumer")
     engine.add(
-        "d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=8), prompt_logprobs=1, max_tokens=1
+        "d",
+        PROMPT,
+        offer(PROMPT, port=eavesdropper.port, slot=8),
+        prompt_logprobs=1,
+        max_tokens=1,
     )
     step = engine.step()
     assert (loads(step), step.computed) == ({}, {"d": 40})
@@ -270,33 +306,45 @@ def test_a_prompt_of_embeddings_is_computed_here(make_engine: Any) -> None:
     request = engine.add("d", PROMPT, None, prompt_embeds=torch.zeros(40, 64))
     assert request.num_prompt_tokens == 40
     engine.abort("d")
-    engine.add("e", PROMPT, offer(PROMPT), prompt_embeds=torch.zeros(40, 64), max_tokens=1)
+    engine.add(
+        "e", PROMPT, offer(PROMPT), prompt_embeds=torch.zeros(40, 64), max_tokens=1
+    )
     step = engine.step()
     assert (loads(step), step.computed) == ({}, {"e": 40})
     assert engine.counted("local_recomputes", "prompt_embeds") == 1
 
 
-def test_blocks_that_a_sibling_has_held_are_freed_without_a_lease_of_ours(make_engine: Any) -> None:
+def test_blocks_that_a_sibling_has_held_are_freed_without_a_lease_of_ours(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_both")
     engine.add("theirs", PROMPT, max_tokens=1)
     engine.run()
-    engine.connector.update_connector_output(KVConnectorOutput(finished_sending={"theirs"}))
+    engine.connector.update_connector_output(
+        KVConnectorOutput(finished_sending={"theirs"})
+    )
     assert engine.counted("leases_released") == 0
 
 
 @pytest.mark.parametrize("failed", [False, True], ids=["loaded", "failed"])
-def test_a_prompt_that_a_sibling_loads_is_not_ours_to_count(make_engine: Any, failed: bool) -> None:
+def test_a_prompt_that_a_sibling_loads_is_not_ours_to_count(
+    make_engine: Any, failed: bool
+) -> None:
     """vLLM reports loads and holds of all children of a MultiConnector to each of them."""
     engine = make_engine("kv_both")
     request = engine.add("d", PROMPT, offer(PROMPT))
     nothing = engine.scheduler.kv_cache_manager.empty_kv_cache_blocks
     engine.connector.update_state_after_alloc(request, nothing, 0)
-    reported = KVConnectorOutput(finished_recving={"d"}, failed_recving={"d"} if failed else set())
+    reported = KVConnectorOutput(
+        finished_recving={"d"}, failed_recving={"d"} if failed else set()
+    )
     engine.connector.update_connector_output(reported)
     side = engine.connector.scheduler_side
     assert side.loads.state("d") is RemotePromptState.DECLINED
     engine.run()
     assert engine.counted("local_recomputes", "not_wanted") == 1
     assert (
-        engine.counted("failed_requests") == engine.counted("local_recomputes", "load_failed") == 0
+        engine.counted("failed_requests")
+        == engine.counted("local_recomputes", "load_failed")
+        == 0
     )

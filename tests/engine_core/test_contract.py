@@ -28,7 +28,9 @@ def load_all(request: Any, local: int) -> tuple[int, bool]:
     return (request.num_prompt_tokens - local, True) if first else (0, False)
 
 
-def test_a_load_is_allocated_once_with_its_count_and_once_more_with_zero(make: Any) -> None:
+def test_a_load_is_allocated_once_with_its_count_and_once_more_with_zero(
+    make: Any,
+) -> None:
     engine = make(role="kv_consumer")
     engine.connector.match = load_all
     engine.add("d", PROMPT, max_tokens=1)
@@ -47,7 +49,9 @@ def test_a_load_is_allocated_once_with_its_count_and_once_more_with_zero(make: A
     ]
 
 
-def test_an_error_ends_the_request_before_the_connector_hears_of_the_failed_load(make: Any) -> None:
+def test_an_error_ends_the_request_before_the_connector_hears_of_the_failed_load(
+    make: Any,
+) -> None:
     engine = make(role="kv_consumer", policy="fail")
     engine.connector.match = load_all
     engine.add("d", PROMPT)
@@ -77,7 +81,9 @@ def test_a_failed_load_under_recompute_frees_its_blocks_at_the_next_step_and_ask
     ]
 
 
-def test_with_a_full_pool_the_match_is_asked_again_and_nothing_is_allocated(make: Any) -> None:
+def test_with_a_full_pool_the_match_is_asked_again_and_nothing_is_allocated(
+    make: Any,
+) -> None:
     engine = make(role="kv_consumer", num_blocks=5)
     engine.connector.match = load_all
     engine.add("first", tokens(50, seed=2))
@@ -100,7 +106,9 @@ def test_a_match_beyond_the_prompt_or_an_asynchronous_nothing_would_stop_the_eng
         engine.step()
 
 
-def test_the_answer_of_a_finished_request_is_written_to_by_the_scheduler(make: Any) -> None:
+def test_the_answer_of_a_finished_request_is_written_to_by_the_scheduler(
+    make: Any,
+) -> None:
     engine = make()
     engine.connector.hold = True
     engine.add("p", PROMPT, max_tokens=1)
@@ -111,7 +119,9 @@ def test_the_answer_of_a_finished_request_is_written_to_by_the_scheduler(make: A
 
 
 @pytest.mark.parametrize("report", ["loaded", "sent"])
-def test_a_report_for_an_unknown_request_would_stop_the_engine(make: Any, report: str) -> None:
+def test_a_report_for_an_unknown_request_would_stop_the_engine(
+    make: Any, report: str
+) -> None:
     engine = make()
     engine.add("a", PROMPT)
     with pytest.raises(AssertionError):

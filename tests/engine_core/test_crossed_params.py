@@ -20,8 +20,14 @@ COMMON = tokens(256, seed=1)
 PROMPTS = {
     "nothing in common": (tokens(40, seed=2), tokens(40, seed=3)),
     "one is the beginning of the other": (COMMON, [*COMMON, *tokens(40, seed=3)]),
-    "the same beginning": ([*COMMON, *tokens(40, seed=2)], [*COMMON, *tokens(40, seed=3)]),
-    "equal but for the last token": ([*tokens(40, seed=2), 5], [*tokens(40, seed=2), 6]),
+    "the same beginning": (
+        [*COMMON, *tokens(40, seed=2)],
+        [*COMMON, *tokens(40, seed=3)],
+    ),
+    "equal but for the last token": (
+        [*tokens(40, seed=2), 5],
+        [*tokens(40, seed=2), 6],
+    ),
 }
 COUNT = 4
 LEASE_S = 2
@@ -71,4 +77,6 @@ def test_params_of_two_producers_that_are_crossed_give_right_answers_and_cost_at
     both_whole(producers, consumer)
     for i, prompt in enumerate(prompts):  # no block was poisoned
         consumer.engine.add(f"{kind}/plain/{i}", prompt, max_tokens=COUNT)
-        assert consumer.answer(f"{kind}/plain/{i}").tokens == expected_tokens(prompt, COUNT)
+        assert consumer.answer(f"{kind}/plain/{i}").tokens == expected_tokens(
+            prompt, COUNT
+        )

@@ -26,7 +26,10 @@ from tests.harness.core.toy_model import expected_tokens
 PROMPT = tokens(100)
 LONG_S = 600.0
 """A lease time longer than every test."""
-DRAINS: dict[str, Any] = {"shutdown_timeout": 60, "extra": {"kv_lease_duration": LONG_S}}
+DRAINS: dict[str, Any] = {
+    "shutdown_timeout": 60,
+    "extra": {"kv_lease_duration": LONG_S},
+}
 
 
 def terminate(node: Node | SchedulerEngine) -> None:
@@ -56,15 +59,21 @@ def test_while_an_engine_drains_its_lease_is_read_and_it_ends_as_soon_as_none_is
     assert producer.engine.is_whole
 
 
-def test_an_unread_lease_keeps_a_draining_engine_no_longer_than_it_lives(make: Any) -> None:
-    producer = make("kv_producer", shutdown_timeout=60, extra={"kv_lease_duration": 0.3})
+def test_an_unread_lease_keeps_a_draining_engine_no_longer_than_it_lives(
+    make: Any,
+) -> None:
+    producer = make(
+        "kv_producer", shutdown_timeout=60, extra={"kv_lease_duration": 0.3}
+    )
     producer.prefill("p", PROMPT)
     terminate(producer)
     producer.until(lambda: may_end(producer))
     assert producer.engine.counted("leases_released", "expired") == 1
 
 
-def test_offers_of_turns_do_not_keep_a_draining_engine_and_none_is_made(make_both: Any) -> None:
+def test_offers_of_turns_do_not_keep_a_draining_engine_and_none_is_made(
+    make_both: Any,
+) -> None:
     prefiller, decoder = make_both(extra=DRAINS["extra"]), make_both(**DRAINS)
     other = tokens(60, seed=3)
     first, second = prefiller.prefill("p1", PROMPT), prefiller.prefill("p2", other)
@@ -99,7 +108,9 @@ def test_without_a_time_to_drain_leases_end_through_the_fence_and_the_engine_is_
 def test_a_consumer_that_ends_gives_back_what_it_has_not_read(
     begun: bool, eavesdropper: Eavesdropper
 ) -> None:
-    engine = SchedulerEngine("FerryConnector", module="kvferry.connector", role="kv_consumer")
+    engine = SchedulerEngine(
+        "FerryConnector", module="kvferry.connector", role="kv_consumer"
+    )
     engine.add("d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=5))
     if begun:
         engine.step()

@@ -41,7 +41,9 @@ def until_ready(node: Node) -> None:
     wait_until(lambda: slot_states(node) == [SlotState.READY], "its slot is READY")
 
 
-def test_blocks_are_readable_before_the_step_that_completes_them_is_answered(make: Any) -> None:
+def test_blocks_are_readable_before_the_step_that_completes_them_is_answered(
+    make: Any,
+) -> None:
     producer, consumer = begun(make), make("kv_consumer")
     until_ready(producer)
     params = producer.answer("p").params
@@ -53,9 +55,13 @@ def test_blocks_are_not_readable_before_the_end_of_the_step(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as changed:
-        changed.setattr("kvferry.connector.worker_side.side.WorkerSide.end_step", lambda side: None)
+        changed.setattr(
+            "kvferry.connector.worker_side.side.WorkerSide.end_step", lambda side: None
+        )
         producer = begun(make)
-        check_worker(producer.ferry_workers[0])  # the transfer thread has taken the orders
+        check_worker(
+            producer.ferry_workers[0]
+        )  # the transfer thread has taken the orders
         assert slot_states(producer) == [SlotState.COMPUTING]
     ferry_of(producer.workers[0]).worker_side.end_step()
     until_ready(producer)
@@ -80,7 +86,9 @@ def test_a_request_that_is_preempted_after_its_last_step_gives_none_of_its_block
     make: Any,
 ) -> None:
     producer, consumer = begun(make), make("kv_consumer")
-    (lease,) = producer.engine.connector.scheduler_side.leases.block_references.held.values()
+    (lease,) = (
+        producer.engine.connector.scheduler_side.leases.block_references.held.values()
+    )
     producer.engine.preempt("p")
     producer.engine.add("other", tokens(400, seed=4), max_tokens=2)
     producer.until(lambda: bool(producer.engine.answers["other"].tokens))
@@ -127,7 +135,8 @@ def test_a_lease_does_not_expire_while_its_request_runs(make: Any) -> None:
     leases = producer.engine.connector.scheduler_side.leases
     began_s = leases.clock_s
     wait_until(
-        lambda: leases.clock_s >= began_s + 2 * lease_s, "the listener's thread has wound the clock"
+        lambda: leases.clock_s >= began_s + 2 * lease_s,
+        "the listener's thread has wound the clock",
     )
     assert producer.answer("p").params is not None
     assert producer.engine.counted("leases_released", "expired") == 0
@@ -147,7 +156,9 @@ def test_the_digests_of_a_long_prompt_are_not_made_in_its_last_step(
     for _ in range(3):
         producer.step()
     with monkeypatch.context() as changed:
-        changed.setattr("kvferry.protocol.digests._CHUNK", None)  # no chunk can be digested
+        changed.setattr(
+            "kvferry.protocol.digests._CHUNK", None
+        )  # no chunk can be digested
         producer.step()
     assert producer.engine.answers["p"].params["kvferry"]["digests"] == list(
         digest_chain(Prompt(tokens=prompt))

@@ -40,9 +40,14 @@ def make_core() -> Iterator[Any]:
         core: Any = EngineCoreProc.__new__(EngineCoreProc)
         core.input_queue, core.aborts_queue = queue.Queue(), queue.Queue()
         core.scheduler, core.batch_queue, core.engines_running = scheduler, None, False
-        core.shutdown_state, core.process_input_queue_block = EngineShutdownState.RUNNING, True
+        core.shutdown_state, core.process_input_queue_block = (
+            EngineShutdownState.RUNNING,
+            True,
+        )
         core._idle_state_callbacks = []
-        threads.append(threading.Thread(target=MethodType(lambda core: over.wait(), core)))
+        threads.append(
+            threading.Thread(target=MethodType(lambda core: over.wait(), core))
+        )
         threads[-1].start()
         return core
 
@@ -58,7 +63,9 @@ def test_the_core_of_this_process_is_found_and_woken(make_core: Any) -> None:
     assert core.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
 
 
-def test_without_a_core_or_with_two_none_is_woken_and_nothing_happens(make_core: Any) -> None:
+def test_without_a_core_or_with_two_none_is_woken_and_nothing_happens(
+    make_core: Any,
+) -> None:
     EngineLoop().wake()
     cores = [make_core(), make_core()]
     EngineLoop().wake()
@@ -86,16 +93,18 @@ def test_weights_that_are_updated_are_those_of_no_other_engine_until_they_are_na
     core = make_core()
     core._weight_version = "default"  # as vLLM begins
     calls: list[Any] = []
-    core.model_executor = SimpleNamespace(collective_rpc=lambda *call: calls.append(call))
+    core.model_executor = SimpleNamespace(
+        collective_rpc=lambda *call: calls.append(call)
+    )
     weights = RunningWeights()
     weights.watch()
     weights.watch()
     before = inspect.signature(core.collective_rpc)
     core.collective_rpc(method, None, (1,), {"two": 2})
     assert calls == [(method, None, (1,), {"two": 2})]
-    assert before == inspect.signature(MethodType(EngineCoreProc.collective_rpc, core)), (
-        "vLLM converts by it"
-    )
+    assert before == inspect.signature(
+        MethodType(EngineCoreProc.collective_rpc, core)
+    ), "vLLM converts by it"
     first = weights.version()
     assert bool(first) == changes
     core.collective_rpc(method)
@@ -106,14 +115,18 @@ def test_weights_that_are_updated_are_those_of_no_other_engine_until_they_are_na
     assert (weights.version() != "step-7") == changes
 
 
-def test_an_engine_notices_updates_from_its_first_turn_on(make_engine: Any, make_core: Any) -> None:
+def test_an_engine_notices_updates_from_its_first_turn_on(
+    make_engine: Any, make_core: Any
+) -> None:
     engine = make_engine("kv_producer")
     core = make_core()
     core._weight_version = "default"
     core.model_executor = SimpleNamespace(collective_rpc=lambda *call: None)
     engine.connector.has_pending_push_work()
     core.collective_rpc("update_weights")
-    assert engine.connector.scheduler_side.channel.local.weights.version().startswith("unnamed")
+    assert engine.connector.scheduler_side.channel.local.weights.version().startswith(
+        "unnamed"
+    )
 
 
 def test_the_version_of_weights_is_read_from_the_core_and_empty_before_they_are_updated(
@@ -131,7 +144,9 @@ def test_the_version_of_weights_is_read_from_the_core_and_empty_before_they_are_
 def test_an_unclaimed_lease_expires_in_time_although_the_engine_has_no_requests(
     make: Any, make_core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.connector.scheduler_side.steps.MAX_IDLE_S", LEASE_S / 6)
+    monkeypatch.setattr(
+        "kvferry.connector.scheduler_side.steps.MAX_IDLE_S", LEASE_S / 6
+    )
     node = make("kv_producer", extra={"kv_lease_duration": LEASE_S})
     prefill(node, "p", tokens(100))
     core = make_core(node.engine.scheduler)
@@ -139,7 +154,9 @@ def test_an_unclaimed_lease_expires_in_time_although_the_engine_has_no_requests(
     while not node.engine.is_whole:
         core._process_input_queue()  # vLLM's: it returns when there is something to do
         idle_times += 1
-        work(node, most=100_000)  # here it does not sleep for a millisecond between two of them
+        work(
+            node, most=100_000
+        )  # here it does not sleep for a millisecond between two of them
         assert time.monotonic() < began_s + 20.0
     assert time.monotonic() >= began_s + LEASE_S * 0.9
     assert idle_times <= 8, "it was woken oftener than it had to be"
@@ -177,14 +194,22 @@ def test_requests_that_wait_for_answers_wait_in_one_step_until_one_comes_that_ma
     monkeypatch.setattr("kvferry.link.limits.REPEAT_S", 0.2)
     producer, consumer = make("kv_producer"), make("kv_consumer")
     make_core(consumer.engine.scheduler)
-    names, prompts = [ids(f"x{n}") for n in range(3)], [tokens(100, seed=n) for n in range(3)]
+    names, prompts = (
+        [ids(f"x{n}") for n in range(3)],
+        [tokens(100, seed=n) for n in range(3)],
+    )
     for (prefilled, _), prompt in zip(names, prompts, strict=True):
         producer.engine.add(
             prefilled, prompt, REMOTE_DECODE, max_tokens=1
         )  # queued, until a step is taken
     for n, (_, decoded) in enumerate(names):
-        consumer.engine.add(decoded, prompts[n], leg_params(producer, f"x{n}"), max_tokens=1)
-    query_client, answers = consumer.engine.connector.scheduler_side.channel.query_client, []
+        consumer.engine.add(
+            decoded, prompts[n], leg_params(producer, f"x{n}"), max_tokens=1
+        )
+    query_client, answers = (
+        consumer.engine.connector.scheduler_side.channel.query_client,
+        [],
+    )
     take = query_client._answered
 
     def answered(*answer: Any) -> None:
@@ -216,7 +241,10 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
     )
     consumer.decode("first", tokens(140), producer.prefill("p", tokens(140)), producer)
     side = consumer.engine.connector.scheduler_side
-    wait_until(lambda: side.steps.load_listener.hears_all_workers, "no notification has arrived")
+    wait_until(
+        lambda: side.steps.load_listener.hears_all_workers,
+        "no notification has arrived",
+    )
     (worker,) = consumer.ferry_workers
     prefilled, decoded = ids("x")
     happened: list[str] = []
@@ -228,7 +256,10 @@ def test_no_step_waits_for_a_load_whose_end_the_report_of_an_earlier_one_has(
             happened.append("waits in vain")
         elif worker.count_loads(LoadState.PARKED, LoadState.RESUMED):
             producer.answer(prefilled)
-            wait_until(lambda: not side.steps.load_listener.has_no_news, "the load has not ended")
+            wait_until(
+                lambda: not side.steps.load_listener.has_no_news,
+                "the load has not ended",
+            )
             happened.append("notifies")
         elif not happened and side.queries.queries.snapshot().known:
             producer.step()
@@ -253,7 +284,9 @@ def test_news_that_come_before_a_wait_end_it(make_core: Any) -> None:
     assert core.input_queue.empty()
 
 
-def test_a_request_for_the_engine_ends_the_wait_for_answers(make: Any, make_core: Any) -> None:
+def test_a_request_for_the_engine_ends_the_wait_for_answers(
+    make: Any, make_core: Any
+) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     core = make_core(consumer.engine.scheduler)
     prefilled, decoded = ids("x")
@@ -282,10 +315,17 @@ def test_answers_that_come_during_a_step_wake_the_loop_once_and_none_hides_a_tic
     wait_until(lambda: asking.has_answers, "the producer has answered")
     asking.on_answer(
         producer,
-        Answer(number=number, progress=PromptProgress.TICKET, params=encode_params(params)),
+        Answer(
+            number=number, progress=PromptProgress.TICKET, params=encode_params(params)
+        ),
     )
     for _ in range(100):
-        asking.on_answer(producer, Answer(number=number, progress=PromptProgress.UNKNOWN))
+        asking.on_answer(
+            producer, Answer(number=number, progress=PromptProgress.UNKNOWN)
+        )
     assert core.input_queue.qsize() == 1
-    until((named, consumer), lambda: consumer.engine.answers[decoded].finish_reason is not None)
+    until(
+        (named, consumer),
+        lambda: consumer.engine.answers[decoded].finish_reason is not None,
+    )
     assert consumer.engine.counted("loads") == 1

@@ -20,8 +20,12 @@ SAME = pytest.mark.parametrize("engine_id", ["vllm", "vllm_dp0", "?", "kvferry1.
 
 
 @SAME
-@pytest.mark.parametrize("roles", [("kv_producer", "kv_consumer"), ("kv_both", "kv_both")])
-def test_a_prompt_is_handed_over_in_turn(make: Any, engine_id: str, roles: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "roles", [("kv_producer", "kv_consumer"), ("kv_both", "kv_both")]
+)
+def test_a_prompt_is_handed_over_in_turn(
+    make: Any, engine_id: str, roles: tuple[str, str]
+) -> None:
     producer, consumer = (make(role, engine_id=engine_id) for role in roles)
     assert consumer.decode("d", PROMPT, producer.prefill("p", PROMPT)) == 1
     producer.until(lambda: producer.engine.is_whole)
@@ -29,7 +33,9 @@ def test_a_prompt_is_handed_over_in_turn(make: Any, engine_id: str, roles: tuple
 
 
 @SAME
-def test_a_prompt_is_handed_over_with_both_legs_at_once(make: Any, engine_id: str) -> None:
+def test_a_prompt_is_handed_over_with_both_legs_at_once(
+    make: Any, engine_id: str
+) -> None:
     producer, consumer = (
         make("kv_producer", engine_id=engine_id),
         make("kv_consumer", engine_id=engine_id),
@@ -37,10 +43,16 @@ def test_a_prompt_is_handed_over_with_both_legs_at_once(make: Any, engine_id: st
     prefill, decode = ids("x")
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode)
     assert consumer.engine.counted("loads") == 1
-    until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole)
+    until(
+        (producer, consumer),
+        lambda: producer.engine.is_whole and consumer.engine.is_whole,
+    )
 
 
 def test_a_conversation_goes_on_in_both_directions(begin: Any) -> None:
@@ -61,7 +73,9 @@ def test_two_producers_and_two_consumers_hand_over_in_turn(make: Any) -> None:
             prompt = [turn * 16 + number + 1, *PROMPT]
             name = f"{turn}-{number}"
             assert (
-                consumer.decode(f"d{name}", prompt, producer.prefill(f"p{name}", prompt), producer)
+                consumer.decode(
+                    f"d{name}", prompt, producer.prefill(f"p{name}", prompt), producer
+                )
                 == 1
             )
     for producer in producers:
@@ -69,7 +83,9 @@ def test_two_producers_and_two_consumers_hand_over_in_turn(make: Any) -> None:
 
 
 @pytest.mark.parametrize("legs", ["in turn", "at once"])
-def test_an_earlier_life_of_this_engine_is_not_another_engine(make: Any, legs: str) -> None:
+def test_an_earlier_life_of_this_engine_is_not_another_engine(
+    make: Any, legs: str
+) -> None:
     """Nothing is asked of it, although its boot is not this one's."""
     node = make("kv_both")
     params = node.prefill("p", PROMPT) if legs == "in turn" else leg_params(node, "x")

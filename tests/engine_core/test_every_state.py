@@ -50,14 +50,14 @@ class OnePrompt:
         return tokens(140, seed=self.seed)
 
     def load_state(self) -> RemotePromptState | None:
-        state: RemotePromptState | None = self.consumer.engine.connector.scheduler_side.loads.state(
-            self.decode
+        state: RemotePromptState | None = (
+            self.consumer.engine.connector.scheduler_side.loads.state(self.decode)
         )
         return state
 
     def lease_state(self) -> LeaseState | None:
-        state: LeaseState | None = self.producer.engine.connector.scheduler_side.leases.state(
-            self.prefill
+        state: LeaseState | None = (
+            self.producer.engine.connector.scheduler_side.leases.state(self.prefill)
         )
         return state
 
@@ -80,7 +80,9 @@ class OnePrompt:
 
     def end(self) -> None:
         """Check that all is over on both engines, without errors."""
-        self.until(lambda: self.producer.engine.is_whole and self.consumer.engine.is_whole)
+        self.until(
+            lambda: self.producer.engine.is_whole and self.consumer.engine.is_whole
+        )
         self.step()
         for node in (self.producer, self.consumer):
             side = node.engine.connector.scheduler_side
@@ -183,7 +185,9 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[tuple[Node, Node]]:
 
 
 @pytest.fixture
-def scene(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> Iterator[OnePrompt]:
+def scene(
+    nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[OnePrompt]:
     """While `hangs` is set no read ever seems to end."""
     hangs, poll = threading.Event(), NixlFabric.poll
 
@@ -220,7 +224,9 @@ def test_a_remote_prompt_that_is_aborted_leaves_nothing_behind(
 
 @promise(1)
 @pytest.mark.parametrize(
-    "state", [x for x, (_, runs) in LOADS.items() if runs], ids=lambda state: state.value
+    "state",
+    [x for x, (_, runs) in LOADS.items() if runs],
+    ids=lambda state: state.value,
 )
 def test_a_remote_prompt_that_is_preempted_is_answered_right_and_not_loaded_again(
     scene: OnePrompt, state: RemotePromptState
@@ -232,7 +238,9 @@ def test_a_remote_prompt_that_is_preempted_is_answered_right_and_not_loaded_agai
     loads = scene.consumer.engine.counted("loads") - before
     scene.consumer.engine.preempt(scene.decode)
     assert scene.load_state() is state
-    scene.until(lambda: scene.consumer.engine.answers[scene.decode].finish_reason is not None)
+    scene.until(
+        lambda: scene.consumer.engine.answers[scene.decode].finish_reason is not None
+    )
     scene.check_answer(scene.consumer, scene.decode, COUNT)
     assert scene.consumer.engine.counted("loads") - before == loads
     scene.end()
@@ -249,14 +257,20 @@ def test_a_prefill_that_is_aborted_holds_nothing_and_one_that_was_answered_is_st
     params = scene.producer.engine.answers[scene.prefill].params
     assert (params is None) == (state in (LeaseState.INTENDED, LeaseState.COMPUTING))
     scene.consumer.engine.add(scene.decode, scene.prompt, params, max_tokens=COUNT)
-    scene.until(lambda: scene.consumer.engine.answers[scene.decode].finish_reason is not None)
+    scene.until(
+        lambda: scene.consumer.engine.answers[scene.decode].finish_reason is not None
+    )
     scene.check_answer(scene.consumer, scene.decode, COUNT)
     scene.end()
 
 
 @promise(1)
-def test_a_prefill_that_is_preempted_offers_what_it_computed_anew(scene: OnePrompt) -> None:
-    assert [state for state, (_, runs) in LEASES.items() if runs] == [LeaseState.COMPUTING]
+def test_a_prefill_that_is_preempted_offers_what_it_computed_anew(
+    scene: OnePrompt,
+) -> None:
+    assert [state for state, (_, runs) in LEASES.items() if runs] == [
+        LeaseState.COMPUTING
+    ]
     computing(scene)
     assert scene.lease_state() is LeaseState.COMPUTING
     scene.producer.engine.preempt(scene.prefill)
@@ -266,7 +280,9 @@ def test_a_prefill_that_is_preempted_offers_what_it_computed_anew(scene: OneProm
     for _ in range(2):
         scene.producer.step()
     scene.consumer.engine.add(scene.decode, scene.prompt, params, max_tokens=COUNT)
-    scene.until(lambda: scene.consumer.engine.answers[scene.decode].finish_reason is not None)
+    scene.until(
+        lambda: scene.consumer.engine.answers[scene.decode].finish_reason is not None
+    )
     scene.check_answer(scene.consumer, scene.decode, COUNT)
     assert scene.consumer.engine.counted("loads") == before + 1
     scene.end()

@@ -39,18 +39,30 @@ PARTS = (
 
 def left() -> tuple[set[threading.Thread], set[str]]:
     """Threads of kvferry, and the trace files that are open."""
-    threads = {thread for thread in threading.enumerate() if thread.name.startswith("kvferry-")}
-    files = {os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
+    threads = {
+        thread for thread in threading.enumerate() if thread.name.startswith("kvferry-")
+    }
+    files = {
+        os.path.realpath(f"/proc/self/fd/{number}")
+        for number in os.listdir("/proc/self/fd")
+    }
     return threads, {file for file in files if TRACES in Path(file).parts}
 
 
 def register(node: Node) -> None:
     """The start of one more worker of this engine."""
-    config, described = node.engine.config, kv_cache_config(node.engine.cache_config.num_blocks)
+    config, described = (
+        node.engine.config,
+        kv_cache_config(node.engine.cache_config.num_blocks),
+    )
     sizes = [BLOCK_TOKENS] * len(described.kv_cache_groups)
     with set_current_vllm_config(config):
-        worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, described)
-        caches = allocate_kv_cache(described, torch.device("cpu"), KVCacheLayout.LBHNC, sizes)
+        worker = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.WORKER, described
+        )
+        caches = allocate_kv_cache(
+            described, torch.device("cpu"), KVCacheLayout.LBHNC, sizes
+        )
         worker.register_kv_caches(caches)
 
 
@@ -64,7 +76,10 @@ def extra(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: ".".join(part.split(".")[-2:]))
 def test_a_worker_whose_start_fails_closes_what_it_has_opened(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], part: str
+    make: Callable[..., Node],
+    monkeypatch: pytest.MonkeyPatch,
+    extra: dict[str, Any],
+    part: str,
 ) -> None:
     agents: list[str] = []
 
@@ -98,7 +113,11 @@ def test_an_engine_whose_port_is_in_use_leaves_nothing_open(
     before = left()
     with (
         side_channel(first.port),
-        pytest.raises(InvalidConfig, match="an address of this machine with a free port"),
+        pytest.raises(
+            InvalidConfig, match="an address of this machine with a free port"
+        ),
     ):
-        SchedulerEngine("FerryConnector", module="kvferry.connector", role="kv_both", extra=extra)
+        SchedulerEngine(
+            "FerryConnector", module="kvferry.connector", role="kv_both", extra=extra
+        )
     wait_until(lambda: left() == before, CLOSED)

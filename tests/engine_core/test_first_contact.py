@@ -26,9 +26,14 @@ def knows(consumer: Node, params: dict[str, Any]) -> bool:
     """Whether every worker can read from the producer of these params."""
     engine_id = engine_of(params["remote_engine_id"])
     key = PeerKey(
-        params["remote_host"], params["remote_port"], engine_id, params["kvferry"]["boot"]
+        params["remote_host"],
+        params["remote_port"],
+        engine_id,
+        params["kvferry"]["boot"],
     )
-    return all(key in snapshot_of(worker).peers.ready for worker in consumer.ferry_workers)
+    return all(
+        key in snapshot_of(worker).peers.ready for worker in consumer.ferry_workers
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -52,7 +57,11 @@ def test_a_request_that_waits_for_a_slot_finds_its_producer_met_when_it_is_sched
 
 def times_described(producer: Node) -> int:
     """The number of descriptions that it has sent."""
-    return int(producer.engine.connector.scheduler_side.monitor.counters.total("handshakes_served"))
+    return int(
+        producer.engine.connector.scheduler_side.monitor.counters.total(
+            "handshakes_served"
+        )
+    )
 
 
 def finds(consumer: Node, producer: Node) -> None:
@@ -77,7 +86,9 @@ def test_a_configured_producer_is_prewarmed_before_any_request_and_after_it_rest
     make: Any, tp: int
 ) -> None:
     producer = make("kv_producer")
-    consumer = make("kv_consumer", tp=tp, extra={"prewarm_peers": [f"127.0.0.1:{producer.port}"]})
+    consumer = make(
+        "kv_consumer", tp=tp, extra={"prewarm_peers": [f"127.0.0.1:{producer.port}"]}
+    )
     finds(consumer, producer)
     assert not consumer.must_step, "it is idle"
     asked = times_described(producer)
@@ -85,7 +96,9 @@ def test_a_configured_producer_is_prewarmed_before_any_request_and_after_it_rest
     consumer.decode("d", PROMPT, params)
     assert consumer.engine.counted("loads") == 1
     assert consumer.engine.counted("failed_loads") == 0
-    assert times_described(producer) == asked == tp + 1, "nothing was left for the request"
+    assert times_described(producer) == asked == tp + 1, (
+        "nothing was left for the request"
+    )
     producer.until(lambda: producer.engine.is_whole)
     producer.close()
     again = make("kv_producer", port=producer.port)
@@ -95,7 +108,9 @@ def test_a_configured_producer_is_prewarmed_before_any_request_and_after_it_rest
     assert times_described(again) == tp + 1
 
 
-def test_an_idle_engine_is_woken_when_a_producer_is_found(make: Any, make_core: Any) -> None:
+def test_an_idle_engine_is_woken_when_a_producer_is_found(
+    make: Any, make_core: Any
+) -> None:
     port = free_port()
     consumer = make("kv_consumer", extra={"prewarm_peers": [f"127.0.0.1:{port}"]})
     core = make_core(consumer.engine.scheduler)

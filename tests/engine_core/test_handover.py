@@ -36,7 +36,9 @@ def test_prompts_of_any_length_are_decoded_from_the_other_cache(
 ) -> None:
     producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
     blocks = 0
-    for seed, length in enumerate((1, 2, 15, 16, 17, 31, 32, 33, 100, 255, 256, 257, 400), 10):
+    for seed, length in enumerate(
+        (1, 2, 15, 16, 17, 31, 32, 33, 100, 255, 256, 257, 400), 10
+    ):
         prompt = tokens(length, seed=seed)
         params = producer.prefill(f"p{length}", prompt)
         assert consumer.decode(f"d{length}", prompt, params) == 1
@@ -52,7 +54,9 @@ WINDOW = 48
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"tp": 2, "overlap": True}], ids=["one worker", "two workers, overlapping"]
+    "config",
+    [{}, {"tp": 2, "overlap": True}],
+    ids=["one worker", "two workers, overlapping"],
 )
 def test_a_model_with_a_sliding_window_is_handed_over_in_both_of_its_groups(
     make: Any, config: dict[str, Any]
@@ -63,7 +67,9 @@ def test_a_model_with_a_sliding_window_is_handed_over_in_both_of_its_groups(
         prompt = tokens(length, seed=length)
         consumer.decode(f"d{length}", prompt, producer.prefill(f"p{length}", prompt))
         longer = [*prompt, *tokens(30, seed=7)]
-        consumer.decode(f"longer{length}", longer, producer.prefill(f"pl{length}", longer))
+        consumer.decode(
+            f"longer{length}", longer, producer.prefill(f"pl{length}", longer)
+        )
         producer.until(lambda: producer.engine.is_whole)
         assert consumer.engine.is_whole
     assert consumer.engine.counted("loads") == 24
@@ -75,10 +81,21 @@ SHARED = (32, 64, 96)
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "chunk", "loaded"),
-    [(16, 32, 512, 7), (16, 32, 16, 5), (32, 16, 512, 5), (16, 16, 512, 5), (16, 16, 16, 5)],
+    [
+        (16, 32, 512, 7),
+        (16, 32, 16, 5),
+        (32, 16, 512, 5),
+        (16, 16, 512, 5),
+        (16, 16, 16, 5),
+    ],
 )
 def test_neither_the_prompt_nor_another_that_begins_alike_is_answered_from_what_was_given_back(
-    make: Any, theirs: int, ours: int, chunk: int, loaded: int, monkeypatch: pytest.MonkeyPatch
+    make: Any,
+    theirs: int,
+    ours: int,
+    chunk: int,
+    loaded: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A producer holds what vLLM has not freed before the last chunk of the prompt."""
 
@@ -89,21 +106,31 @@ def test_neither_the_prompt_nor_another_that_begins_alike_is_answered_from_what_
             made: Node = make(role, window=WINDOW, num_blocks=80, max_step_tokens=chunk)
             return made
 
-    producer, consumer = with_blocks_of(theirs, "kv_producer"), with_blocks_of(ours, "kv_consumer")
+    producer, consumer = (
+        with_blocks_of(theirs, "kv_producer"),
+        with_blocks_of(ours, "kv_consumer"),
+    )
     for length in LENGTHS:
         prompt = tokens(length, seed=length)
         prompts = {f"d{length}": prompt}
         prompts |= {
-            f"b{length}-{n}": [*prompt[:n], *tokens(20, seed=n + 7)] for n in SHARED if n <= length
+            f"b{length}-{n}": [*prompt[:n], *tokens(20, seed=n + 7)]
+            for n in SHARED
+            if n <= length
         }
         params = producer.prefill(f"p{length}", prompt)
         for name, asked in prompts.items():
             consumer.decode(name, asked, params if asked is prompt else None)
         producer.until(lambda: producer.engine.is_whole)
     assert consumer.engine.counted("loads") == loaded
-    assert consumer.engine.counted("local_recomputes", "window_edge") == len(LENGTHS) - loaded
+    assert (
+        consumer.engine.counted("local_recomputes", "window_edge")
+        == len(LENGTHS) - loaded
+    )
     # What was not wanted was given back at once, not after its lease.
-    assert producer.engine.counted("leases_released", "release") == len(LENGTHS) - loaded
+    assert (
+        producer.engine.counted("leases_released", "release") == len(LENGTHS) - loaded
+    )
 
 
 def test_the_order_of_vllm_0_33_with_a_drafter_hands_over_as_well(make: Any) -> None:
@@ -127,7 +154,9 @@ def test_what_makes_a_prompt_ready_is_marked_after_the_drafters_work(
     monkeypatch.setattr(Device, "mark", lambda _: clock.mark())
 
     def step(output: Any, forward: Any) -> Any:
-        report = runner.step_0_33(output, forward, lambda _: when_drafted.append(len(clock.marks)))
+        report = runner.step_0_33(
+            output, forward, lambda _: when_drafted.append(len(clock.marks))
+        )
         at_the_end.append(len(clock.marks))
         return report
 
@@ -137,9 +166,13 @@ def test_what_makes_a_prompt_ready_is_marked_after_the_drafters_work(
     assert at_the_end[0] > when_drafted[0], "the first step computes the whole prompt"
 
 
-def test_a_worker_that_does_not_find_itself_among_its_engines_workers_stops_the_start() -> None:
+def test_a_worker_that_does_not_find_itself_among_its_engines_workers_stops_the_start() -> (
+    None
+):
     """The worker plans with the descriptions from the process groups."""
-    nobody = mock.patch("kvferry.connector.worker_side.side.gather_workers", return_value=())
+    nobody = mock.patch(
+        "kvferry.connector.worker_side.side.gather_workers", return_value=()
+    )
     with nobody, pytest.raises(InvalidMessage, match="0 workers"):
         Node("kv_producer")
 

@@ -53,7 +53,9 @@ def ticket(**changes: Any) -> Tamper:
 
 
 def without(*keys: str) -> Tamper:
-    return lambda mine, other: {key: value for key, value in mine.items() if key not in keys}
+    return lambda mine, other: {
+        key: value for key, value in mine.items() if key not in keys
+    }
 
 
 _WRONG: tuple[Any, ...] = (None, [], {}, -1, 2**63)
@@ -142,7 +144,9 @@ FAILED_LOAD: dict[str, Tamper] = {
 @pytest.fixture(scope="module")
 def untouched(producer: Node) -> tuple[dict[str, Any], dict[str, Any]]:
     """Good params of `PROMPT` and of `OTHER`, for tests in which they are not used."""
-    return producer.prefill("untouched/0", PROMPT), producer.prefill("untouched/1", OTHER)
+    return producer.prefill("untouched/0", PROMPT), producer.prefill(
+        "untouched/1", OTHER
+    )
 
 
 @pytest.fixture
@@ -173,12 +177,17 @@ def check_plain(node: Node, name: str) -> None:
 @promise(6)
 @pytest.mark.parametrize("kind", NO_LOAD)
 def test_params_that_cannot_be_used_are_answered_from_a_local_prefill(
-    consumers: dict[str, Node], untouched: tuple[dict[str, Any], dict[str, Any]], kind: str
+    consumers: dict[str, Node],
+    untouched: tuple[dict[str, Any], dict[str, Any]],
+    kind: str,
 ) -> None:
     consumer = consumers["fail"]  # nothing is loaded, so nothing fails
     before = consumer.engine.counted("loads")
     sent = NO_LOAD[kind](*copy.deepcopy(untouched))
-    assert run(consumer, f"{kind}/hostile", sent) == (expected_tokens(PROMPT, COUNT), "length")
+    assert run(consumer, f"{kind}/hostile", sent) == (
+        expected_tokens(PROMPT, COUNT),
+        "length",
+    )
     assert consumer.engine.counted("loads") == before
     check_plain(consumer, f"{kind}/plain")
 

@@ -46,7 +46,11 @@ def pair(make: Any) -> tuple[Node, Node]:
     ],
 )
 def test_blocks_are_taken_only_under_the_same_content_of_an_adapter_and_salt(
-    pair: tuple[Node, Node], tmp_path: Path, made: dict[str, Any], asked: dict[str, Any], loads: int
+    pair: tuple[Node, Node],
+    tmp_path: Path,
+    made: dict[str, Any],
+    asked: dict[str, Any],
+    loads: int,
 ) -> None:
     """Both engines know the adapter by the same name and number."""
     producer, consumer = pair
@@ -62,10 +66,18 @@ def test_blocks_are_taken_only_under_the_same_content_of_an_adapter_and_salt(
 
 @pytest.mark.parametrize(
     ("versions", "loads"),
-    [(("", ""), 1), (("step-7", "step-7"), 1), (("step-7", ""), 0), (("", "step-7"), 0)],
+    [
+        (("", ""), 1),
+        (("step-7", "step-7"), 1),
+        (("step-7", ""), 0),
+        (("", "step-7"), 0),
+    ],
 )
 def test_blocks_are_taken_only_under_the_same_version_of_the_weights(
-    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, versions: tuple[str, str], loads: int
+    pair: tuple[Node, Node],
+    monkeypatch: pytest.MonkeyPatch,
+    versions: tuple[str, str],
+    loads: int,
 ) -> None:
     producer, consumer = pair
     for node, version in zip(pair, versions, strict=True):

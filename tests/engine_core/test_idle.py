@@ -70,8 +70,13 @@ def test_a_held_prompt_is_read_from_an_engine_that_takes_no_step_meanwhile(
 ) -> None:
     """So the hold was announced before it is idle, and its blocks are kept without vLLM's help."""
     config = SHAPES[shape]
-    same = {name: config[name] for name in ("window", "pp") if name in config}  # the same model
-    producer, consumer = make("kv_producer", **LONG, **config), make("kv_consumer", **same)
+    same = {
+        name: config[name] for name in ("window", "pp") if name in config
+    }  # the same model
+    producer, consumer = (
+        make("kv_producer", **LONG, **config),
+        make("kv_consumer", **same),
+    )
     params = prefill(producer, "p", PROMPT)
     assert not producer.engine.scheduler.requests, "vLLM knows the request no more"
     before = producer.engine.used_blocks
@@ -93,14 +98,17 @@ def test_a_prompt_that_finds_the_pool_full_of_leases_that_were_read_is_computed_
     make: Any,
 ) -> None:
     producer, consumer = make("kv_producer", num_blocks=15, **LONG), make("kv_consumer")
-    prompts = {name: tokens(100, seed=ord(name)) for name in "ab"}  # seven blocks of fourteen each
+    prompts = {
+        name: tokens(100, seed=ord(name)) for name in "ab"
+    }  # seven blocks of fourteen each
     params = {name: prefill(producer, name, prompt) for name, prompt in prompts.items()}
     assert producer.engine.free_blocks == 0
     for name, prompt in prompts.items():
         consumer.decode(f"d-{name}", prompt, params[name])
     wait_until_reported(producer)
     wait_until(
-        lambda: len(snapshot_of(producer.ferry_workers[0]).untaken.sent) == 2, "both are reported"
+        lambda: len(snapshot_of(producer.ferry_workers[0]).untaken.sent) == 2,
+        "both are reported",
     )
     producer.engine.add("new", tokens(100, seed=3), max_tokens=1)
     assert producer.step().computed == {}
@@ -122,7 +130,9 @@ def test_a_prompt_that_finds_every_slot_taken_by_a_lease_that_was_read_gets_one_
     assert producer.engine.answers["new"].params is not None
 
 
-def test_no_lease_is_evicted_before_the_engine_knows_which_are_over_anyway(make: Any) -> None:
+def test_no_lease_is_evicted_before_the_engine_knows_which_are_over_anyway(
+    make: Any,
+) -> None:
     """Of two offers one was read while the engine slept. The other is idle, and would go at once."""
     producer, consumer = make("kv_producer", num_blocks=15, **LONG), make("kv_consumer")
     prompts = {name: tokens(100, seed=ord(name)) for name in "ab"}
@@ -137,7 +147,9 @@ def test_no_lease_is_evicted_before_the_engine_knows_which_are_over_anyway(make:
     producer.engine.add("new", tokens(100, seed=3), max_tokens=1)
     work(producer)
     assert producer.engine.counted("leases_released", "evicted") == 0
-    assert producer.engine.answers["new"].tokens == expected_tokens(tokens(100, seed=3), 1)
+    assert producer.engine.answers["new"].tokens == expected_tokens(
+        tokens(100, seed=3), 1
+    )
     consumer.decode("d-a", prompts["a"], params["a"])
     assert consumer.engine.counted("failed_loads") == 0
 

@@ -19,7 +19,9 @@ def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.connector.scheduler_side.steps.MAX_IDLE_S", 3600.0)
 
 
-def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(make_engine: Any) -> None:
+def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(
+    make_engine: Any,
+) -> None:
     """The blocks of a model with states are held after its request has ended. vLLM takes another step after that. If it
     did not, no consumer could read before the next one."""
     engine = make_engine(states=1)
@@ -41,7 +43,10 @@ def test_a_lease_that_was_read_while_idle_and_then_ran_out_is_done_and_has_not_e
     assert not engine.scheduler.has_requests()
     side = engine.connector.scheduler_side
     ended_s = side.leases.clock_s + 0.3
-    wait_until(lambda: side.leases.clock_s >= ended_s, "the listener's thread has wound the clock")
+    wait_until(
+        lambda: side.leases.clock_s >= ended_s,
+        "the listener's thread has wound the clock",
+    )
     step = engine.step(over={"p"})
     assert step.orders is None
     assert engine.is_whole
@@ -49,7 +54,9 @@ def test_a_lease_that_was_read_while_idle_and_then_ran_out_is_done_and_has_not_e
     assert side.monitor.counters.total("leases_released", "expired") == 0
 
 
-def test_a_request_of_an_id_whose_lease_is_not_over_is_served_without_one(make_engine: Any) -> None:
+def test_a_request_of_an_id_whose_lease_is_not_over_is_served_without_one(
+    make_engine: Any,
+) -> None:
     """vLLM no longer knows the first request, so it accepts the second."""
     engine = make_engine()
     for _ in range(2):
@@ -64,7 +71,9 @@ def test_a_request_of_an_id_whose_lease_is_not_over_is_served_without_one(make_e
     assert engine.run()["same"].params is not None
 
 
-def test_cached_blocks_that_were_held_are_reused_from_their_end(make_engine: Any) -> None:
+def test_cached_blocks_that_were_held_are_reused_from_their_end(
+    make_engine: Any,
+) -> None:
     engine = make_engine(num_blocks=9)
     engine.add("p", tokens(64), REMOTE_DECODE, max_tokens=1)
     engine.step()
@@ -76,6 +85,8 @@ def test_cached_blocks_that_were_held_are_reused_from_their_end(make_engine: Any
     engine.add("again", tokens(64), max_tokens=1)
     step = engine.schedule()
     hit = 64 - step.computed["again"]
-    assert 0 < hit < 64, "the first blocks of the prompt are still cached, the last ones went first"
+    assert 0 < hit < 64, (
+        "the first blocks of the prompt are still cached, the last ones went first"
+    )
     assert engine.block_ids("again")[: hit // 16] == held[: hit // 16]
     engine.finish(step)

@@ -68,12 +68,18 @@ def test_nothing_is_published_before_the_load_is_good_and_then_all_of_it_once(
     consumer.run()
     assert len(events.stored()) == len(set(events.stored())) == FULL_BLOCKS
     (event,) = events.all
-    assert (event.medium, event.parent_block_hash, event.block_size) == ("GPU", None, BLOCK_TOKENS)
+    assert (event.medium, event.parent_block_hash, event.block_size) == (
+        "GPU",
+        None,
+        BLOCK_TOKENS,
+    )
     assert event.token_ids == PROMPT[: FULL_BLOCKS * BLOCK_TOKENS]
 
 
 @pytest.mark.parametrize("window", [0, 48], ids=["one group", "two groups"])
-def test_both_engines_publish_the_same_blocks_of_the_same_groups(make: Any, window: int) -> None:
+def test_both_engines_publish_the_same_blocks_of_the_same_groups(
+    make: Any, window: int
+) -> None:
     shape = {"window": window, "num_blocks": 80}
     producer, consumer = make("kv_producer", **shape), make("kv_consumer", **shape)
     theirs, ours = Events(producer.engine), Events(consumer.engine)
@@ -95,7 +101,9 @@ def test_blocks_that_a_lease_holds_are_not_published_as_removed_until_they_are_r
     events = Events(producer.engine)
     producer.prefill("held", PROMPT)
     held = set(events.stored())
-    for seed in range(2, 5):  # the pool has 15 blocks, 7 of them held: these take each other's
+    for seed in range(
+        2, 5
+    ):  # the pool has 15 blocks, 7 of them held: these take each other's
         producer.engine.add(f"other{seed}", tokens(100, seed=seed), max_tokens=1)
         producer.answer(f"other{seed}")
     assert events.removed()

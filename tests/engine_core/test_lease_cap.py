@@ -11,7 +11,13 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
-from tests.engine_core.slow_router import HEARTBEAT_S, LEASE_S, PROMPT_TOKENS, REMOTE_DECODE, Slow
+from tests.engine_core.slow_router import (
+    HEARTBEAT_S,
+    LEASE_S,
+    PROMPT_TOKENS,
+    REMOTE_DECODE,
+    Slow,
+)
 from tests.harness.core.scheduler import SchedulerEngine, tokens
 from tests.promises import promise
 
@@ -27,7 +33,9 @@ def test_a_router_that_never_comes_back_does_not_stop_prefills(
     started_s = slow.now_s
     while slow.answered() < 40:
         slow.step()
-        assert slow.now_s < started_s + 5 * 2 * HEARTBEAT_S + 20, f"{slow.answered()} of 40 prompts"
+        assert slow.now_s < started_s + 5 * 2 * HEARTBEAT_S + 20, (
+            f"{slow.answered()} of 40 prompts"
+        )
     assert slow.engine.counted("leases_released", "evicted") >= 32
     assert slow.engine.counted("leases_released", "expired") == 0
     slow.step(round(LEASE_S) + 2)
@@ -71,7 +79,9 @@ def claimed(slow: Slow, length: int, keep_free: int) -> list[str]:
     return names
 
 
-def seconds_until_answered(slow: Slow, name: str, renew: list[str], limit_s: float) -> float:
+def seconds_until_answered(
+    slow: Slow, name: str, renew: list[str], limit_s: float
+) -> float:
     started_s = slow.now_s
     while slow.engine.answers[name].finish_reason is None:
         assert slow.now_s < started_s + limit_s, (
@@ -114,7 +124,10 @@ def test_lookahead_tokens_count_where_exactly_the_prompt_would_fit(
     slow.step(8, renew=names)
     assert slow.engine.free_blocks == 12
     slow.prefill("exact", length=12 * 16)
-    assert seconds_until_answered(slow, "exact", names if renewed else [], 600) <= 3 * HEARTBEAT_S
+    assert (
+        seconds_until_answered(slow, "exact", names if renewed else [], 600)
+        <= 3 * HEARTBEAT_S
+    )
 
 
 def test_whatever_the_estimate_says_a_prompt_that_is_not_admitted_gets_blocks(
@@ -125,17 +138,26 @@ def test_whatever_the_estimate_says_a_prompt_that_is_not_admitted_gets_blocks(
     slow.prefill(*names)
     slow.step(12, renew=names)
     monkeypatch.setattr(
-        "kvferry.connector.scheduler_side.block_demand.BlockDemand.lacking", lambda *_: 0
+        "kvferry.connector.scheduler_side.block_demand.BlockDemand.lacking",
+        lambda *_: 0,
     )
     slow.prefill("waits", length=200)
     seconds = seconds_until_answered(slow, "waits", names, 600)
-    assert 2 * HEARTBEAT_S < seconds <= 6 * HEARTBEAT_S, "4, 4, 4 and 8 blocks, a heartbeat apart"
+    assert 2 * HEARTBEAT_S < seconds <= 6 * HEARTBEAT_S, (
+        "4, 4, 4 and 8 blocks, a heartbeat apart"
+    )
     assert len(slow.held & set(names)) == 3
 
 
-@pytest.mark.parametrize("runs", [1, 2], ids=["a request more could run", "as many run as can"])
-def test_a_prompt_that_waits_for_its_turn_to_run_takes_no_leases(make_slow: Any, runs: int) -> None:
-    slow = make_slow(engine={"max_num_seqs": 2, "num_blocks": 65}, max_leased_fraction=1.0)
+@pytest.mark.parametrize(
+    "runs", [1, 2], ids=["a request more could run", "as many run as can"]
+)
+def test_a_prompt_that_waits_for_its_turn_to_run_takes_no_leases(
+    make_slow: Any, runs: int
+) -> None:
+    slow = make_slow(
+        engine={"max_num_seqs": 2, "num_blocks": 65}, max_leased_fraction=1.0
+    )
     names = [f"p{index}" for index in range(8)]
     slow.prefill(*names)
     slow.step(12, renew=names)
@@ -151,15 +173,24 @@ def test_a_prompt_that_waits_for_its_turn_to_run_takes_no_leases(make_slow: Any,
 
 def say_over(engine: SchedulerEngine, request_id: str) -> None:
     reported = FerryWorkerMetadata(over={0: frozenset({request_id})})
-    engine.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reported))
+    engine.connector.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=reported)
+    )
 
 
-def test_vllm_preempts_again_when_blocks_have_been_coming_for_a_heartbeat(make_engine: Any) -> None:
+def test_vllm_preempts_again_when_blocks_have_been_coming_for_a_heartbeat(
+    make_engine: Any,
+) -> None:
     producer = make_engine("kv_producer", extra={"kv_lease_duration": 600.0})
     side = producer.connector.scheduler_side
     clock = itertools.count(time.monotonic(), 10)
     for name in ("first", "second"):
-        producer.add(name, tokens(40, seed=ord(name[0])), {"do_remote_decode": True}, max_tokens=1)
+        producer.add(
+            name,
+            tokens(40, seed=ord(name[0])),
+            {"do_remote_decode": True},
+            max_tokens=1,
+        )
     producer.run()
     side.leases.take_orders(next(clock))
     side.leases.release_all("release")

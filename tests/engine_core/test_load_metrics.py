@@ -23,15 +23,25 @@ POOL = {"extra": {"staging_pool_bytes": 1 << 20}}
 
 def samples(engine: SchedulerEngine, name: str) -> list[float]:
     """The statistics of all steps so far."""
-    return [value for stats in engine.stats for value in stats.get("samples", {}).get(name, ())]
+    return [
+        value
+        for stats in engine.stats
+        for value in stats.get("samples", {}).get(name, ())
+    ]
 
 
 def gauges(engine: SchedulerEngine, name: str) -> list[float]:
     """All reported values of the gauge, the latest last."""
-    return [stats["gauges"][name] for stats in engine.stats if name in stats.get("gauges", {})]
+    return [
+        stats["gauges"][name]
+        for stats in engine.stats
+        if name in stats.get("gauges", {})
+    ]
 
 
-def hand_over(producer: Node, consumer: Node, name: str = "d", prompt: list[int] = PROMPT) -> None:
+def hand_over(
+    producer: Node, consumer: Node, name: str = "d", prompt: list[int] = PROMPT
+) -> None:
     params = producer.prefill(f"p-{name}", prompt)
     consumer.engine.add(name, prompt, params, max_tokens=2)
     consumer.answer(name)
@@ -45,7 +55,11 @@ def test_a_direct_load_reports_its_plan_its_bytes_its_runs_and_its_producer(
     producer, consumer = make("kv_producer"), make("kv_consumer")
     hand_over(producer, consumer)
     reported, size = consumer.engine, BLOCKS * producer.engine.block_bytes
-    assert reported.counted("placed_loads", "direct") == reported.counted("placed_loads") == 1
+    assert (
+        reported.counted("placed_loads", "direct")
+        == reported.counted("placed_loads")
+        == 1
+    )
     assert reported.counted("planned_bytes") == size
     assert reported.counted("staged_bytes") == 0
     peer = f"127.0.0.1:{producer.port}"
@@ -53,7 +67,8 @@ def test_a_direct_load_reports_its_plan_its_bytes_its_runs_and_its_producer(
     assert reported.counted("peer_bytes", peer) == size
     assert reported.counted("peer_load_s", peer) == samples(reported, "load_s")[0] > 0
     (run,), (moved,), (descriptors,) = (
-        samples(reported, name) for name in ("run_bytes", "transferred_bytes", "descriptors")
+        samples(reported, name)
+        for name in ("run_bytes", "transferred_bytes", "descriptors")
     )
     assert run == moved / descriptors
     assert moved == size
@@ -66,7 +81,9 @@ def test_a_load_is_in_flight_until_it_has_ended(make: Callable[..., Node]) -> No
     assert gauges(consumer.engine, "prompts_waiting_now")[-1] == 0
 
 
-def test_a_prompt_that_waits_for_a_place_is_reported_as_waiting(make_engine: Any) -> None:
+def test_a_prompt_that_waits_for_a_place_is_reported_as_waiting(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer", max_num_seqs=1)
     engine.add("long", tokens(20, seed=7), max_tokens=400)
     engine.step()
@@ -82,7 +99,10 @@ def test_a_prompt_that_waits_for_a_place_is_reported_as_waiting(make_engine: Any
 def test_a_lease_is_reported_while_computing_while_held_and_with_its_seconds_left(
     make: Callable[..., Node],
 ) -> None:
-    producer, consumer = make("kv_producer", extra={"lease_slots": 9}), make("kv_consumer")
+    producer, consumer = (
+        make("kv_producer", extra={"lease_slots": 9}),
+        make("kv_consumer"),
+    )
     hand_over(producer, consumer)
     reported = producer.engine
     assert gauges(reported, "lease_slots") == [9]
@@ -102,7 +122,9 @@ def test_a_lease_is_reported_while_computing_while_held_and_with_its_seconds_lef
     assert 20 < left <= 30, "it was read at once"
 
 
-def test_a_lease_that_computes_for_several_steps_is_reported_meanwhile(make_engine: Any) -> None:
+def test_a_lease_that_computes_for_several_steps_is_reported_meanwhile(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_producer", max_step_tokens=16)
     engine.add("p", PROMPT, {"do_remote_decode": True}, max_tokens=1)
     engine.step()
@@ -110,7 +132,9 @@ def test_a_lease_that_computes_for_several_steps_is_reported_meanwhile(make_engi
     assert gauges(engine, "leases_held_now") == [0]
 
 
-def test_staging_in_use_is_reported_while_a_read_cannot_end(make: Callable[..., Node]) -> None:
+def test_staging_in_use_is_reported_while_a_read_cannot_end(
+    make: Callable[..., Node],
+) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer", **POOL)
     hand_over(producer, consumer)
     assert gauges(consumer.engine, "staging_pool_bytes")[-1] == 1 << 20
@@ -126,11 +150,13 @@ def test_staging_in_use_is_reported_while_a_read_cannot_end(make: Callable[..., 
     assert gauges(consumer.engine, "staging_used_bytes")[-1] == 0
 
 
-def test_every_sample_and_every_gauge_is_moved_by_a_handover(make: Callable[..., Node]) -> None:
+def test_every_sample_and_every_gauge_is_moved_by_a_handover(
+    make: Callable[..., Node],
+) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer", **POOL)
     hand_over(producer, consumer)
     both = producer.engine.stats + consumer.engine.stats
-    assert {name for stats in both for name in stats.get("samples", {})} == set(HISTOGRAMS) - {
-        "relayout_s"
-    }
+    assert {name for stats in both for name in stats.get("samples", {})} == set(
+        HISTOGRAMS
+    ) - {"relayout_s"}
     assert {name for stats in both for name in stats.get("gauges", {})} == set(GAUGES)

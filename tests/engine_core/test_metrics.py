@@ -31,14 +31,19 @@ def sample(name: str, **labels: str) -> Any:
 
 
 @promise(8)
-def test_outcomes_of_remote_prompts_are_in_prometheus_by_reason(engine: SchedulerEngine) -> None:
+def test_outcomes_of_remote_prompts_are_in_prometheus_by_reason(
+    engine: SchedulerEngine,
+) -> None:
     front_end = KVConnectorProm(engine.config, list(LABELS), {3: list(LABELS.values())})
     assert sample("kvferry_local_recomputes_total", reason="load_failed") == 0
     engine.add("good", PROMPT, offer(PROMPT), max_tokens=1)
     engine.add("bad", tokens(40, seed=2), offer(tokens(40, seed=2)), max_tokens=1)
     engine.add("other", tokens(40, seed=3), offer(PROMPT), max_tokens=1)
     engine.add(
-        "foreign", tokens(40, seed=4), {"do_remote_prefill": True, "remote_host": "x"}, max_tokens=1
+        "foreign",
+        tokens(40, seed=4),
+        {"do_remote_prefill": True, "remote_host": "x"},
+        max_tokens=1,
     )
     engine.step()
     engine.step(loaded={"good"}, failed={"bad"})
@@ -47,7 +52,9 @@ def test_outcomes_of_remote_prompts_are_in_prometheus_by_reason(engine: Schedule
     for stats in engine.stats:
         front_end.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats)), 3)
     reasons = ("load_failed", "other_prompt", "foreign_params", "invalid_params")
-    assert [sample("kvferry_local_recomputes_total", reason=reason) for reason in reasons] == [
+    assert [
+        sample("kvferry_local_recomputes_total", reason=reason) for reason in reasons
+    ] == [
         1,
         1,
         1,

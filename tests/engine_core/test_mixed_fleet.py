@@ -32,7 +32,10 @@ def test_what_a_stock_producer_offers_is_computed_here_whatever_the_policy(
     params = producer.run()["p"].params
     consumer.engine.add("d", PROMPT, params, max_tokens=5)
     answer = consumer.answer("d")
-    assert (answer.tokens, answer.finish_reason) == (expected_tokens(PROMPT, 5), "length")
+    assert (answer.tokens, answer.finish_reason) == (
+        expected_tokens(PROMPT, 5),
+        "length",
+    )
     assert consumer.engine.counted("local_recomputes", "foreign_params") == 1
     assert consumer.engine.counted("loads") == 0
     assert consumer.engine.is_whole
@@ -41,7 +44,9 @@ def test_what_a_stock_producer_offers_is_computed_here_whatever_the_policy(
     )
 
 
-@pytest.mark.parametrize(("policy", "reason"), [("recompute", "length"), ("fail", "error")])
+@pytest.mark.parametrize(
+    ("policy", "reason"), [("recompute", "length"), ("fail", "error")]
+)
 def test_a_stock_consumer_waits_for_our_blocks_and_goes_by_its_policy(
     stock: Any, make: Any, policy: str, reason: str
 ) -> None:
@@ -58,7 +63,9 @@ def test_a_stock_consumer_waits_for_our_blocks_and_goes_by_its_policy(
     assert producer.engine.counted("leases_released", "expired") == 1
 
 
-def test_the_handshake_of_a_stock_consumer_is_refused_at_once_without_harm(make: Any) -> None:
+def test_the_handshake_of_a_stock_consumer_is_refused_at_once_without_harm(
+    make: Any,
+) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.setsockopt(zmq.RCVTIMEO, 5000)  # the stock consumer's own timeout

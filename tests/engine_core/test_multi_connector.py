@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
-from tests.engine_core.test_both_legs import PROMPT, REMOTE_DECODE, check, ids, leg_params
+from tests.engine_core.test_both_legs import (
+    PROMPT,
+    REMOTE_DECODE,
+    check,
+    ids,
+    leg_params,
+)
 from tests.harness.core.node import Node, ferry_of, until
 from tests.harness.core.scheduler import tokens
 
@@ -75,11 +81,16 @@ def test_an_aborted_loads_blocks_are_free_when_the_load_is_over_and_the_other_ch
             consumer.step()
         assert consumer.engine.used_blocks, "the other child has not saved them"
         child.saved.add(decode)
-    until((producer, consumer), lambda: consumer.engine.is_whole and producer.engine.is_whole)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.is_whole and producer.engine.is_whole,
+    )
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_abort_that_crosses_the_loads_report_ends_no_engine(make: Any, overlap: bool) -> None:
+def test_an_abort_that_crosses_the_loads_report_ends_no_engine(
+    make: Any, overlap: bool
+) -> None:
     producer = make("kv_producer", num_blocks=80)
     consumer, child = beside(make, overlap=overlap)
     for index in range(6):
@@ -91,22 +102,37 @@ def test_an_abort_that_crosses_the_loads_report_ends_no_engine(make: Any, overla
         consumer.engine.abort(name)
         consumer.step()
         child.saved.add(name)
-    until((producer, consumer), lambda: consumer.engine.is_whole and producer.engine.is_whole)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.is_whole and producer.engine.is_whole,
+    )
 
 
 def test_a_request_that_fails_with_its_load_is_held_by_both_children(make: Any) -> None:
     producer, consumer, child, decode = loading(make, policy="fail")
     prefill, _ = ids("x")
     producer.engine.abort(prefill)
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason == "error")
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason == "error",
+    )
     assert consumer.engine.used_blocks
     child.saved.add(decode)
-    until((producer, consumer), lambda: consumer.engine.is_whole and producer.engine.is_whole)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.is_whole and producer.engine.is_whole,
+    )
 
 
 def test_answers_are_right_beside_it(make: Any) -> None:
     producer, consumer, child, decode = loading(make)
     child.saved.add(decode)
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode)
-    until((producer, consumer), lambda: consumer.engine.is_whole and producer.engine.is_whole)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.is_whole and producer.engine.is_whole,
+    )

@@ -28,7 +28,11 @@ LONGROPE = {
 
 
 def make_with(
-    make: Any, monkeypatch: pytest.MonkeyPatch, role: str, folder: Path, options: dict[str, Any]
+    make: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    role: str,
+    folder: Path,
+    options: dict[str, Any],
 ) -> Any:
     """An engine of the harness's model with these options of vLLM, in a folder of its own."""
     folder.mkdir()
@@ -37,8 +41,14 @@ def make_with(
     init_none_hash(sha256)
 
     def model_config(max_tokens: int = 512) -> ModelConfig:
-        usual = {"dtype": "float32", "max_model_len": max_tokens, "skip_tokenizer_init": True}
-        return ModelConfig(model=str(folder), tokenizer=str(folder), **{**usual, **options})
+        usual = {
+            "dtype": "float32",
+            "max_model_len": max_tokens,
+            "skip_tokenizer_init": True,
+        }
+        return ModelConfig(
+            model=str(folder), tokenizer=str(folder), **{**usual, **options}
+        )
 
     with monkeypatch.context() as patched:
         patched.setattr(configs, "model_config", model_config)
@@ -51,7 +61,11 @@ def make_with(
         ({}, {}, None),
         ({"max_model_len": 256}, {"max_model_len": 512}, None),
         (
-            {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}},
+            {
+                "hf_overrides": {
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}
+                }
+            },
             {},
             "model.config.rope_parameters.rope_theta: producer 5, consumer 10000; serve the same configuration",
         ),
@@ -61,7 +75,12 @@ def make_with(
             'model.longrope.config.rope_parameters: producer "short", consumer "long"; set --max-model-len',
         ),
     ],
-    ids=["equal", "another length", "another rotary embedding", "LongRoPE of another length"],
+    ids=[
+        "equal",
+        "another length",
+        "another rotary embedding",
+        "LongRoPE of another length",
+    ],
 )
 def test_a_setting_that_changes_values_is_refused_by_name_and_the_prompt_computed(
     make: Any,

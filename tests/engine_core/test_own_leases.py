@@ -34,7 +34,9 @@ def test_the_second_leg_finds_the_blocks_in_the_cache_and_they_come_back(
     assert node.engine.counted("leases_released", "release") == 1
 
 
-def test_a_second_leg_that_is_aborted_before_it_has_blocks_gives_them_back(make: Any) -> None:
+def test_a_second_leg_that_is_aborted_before_it_has_blocks_gives_them_back(
+    make: Any,
+) -> None:
     node = make("kv_both", **LONG)
     node.engine.add("d", PROMPT, node.prefill("p", PROMPT), max_tokens=5)
     node.engine.abort("d")

@@ -42,15 +42,25 @@ def test_they_keep_the_keys_of_others_alone(
     assert request.kv_transfer_params == (others or None)
     assert sent == before, "siblings may have the same object"
     assert engine.counted("local_recomputes") == 0, "it is counted with the next step"
-    assert not any(engine.scheduler._kv_fetch_counts.values()), "vLLM waits for no transfer"
+    assert not any(engine.scheduler._kv_fetch_counts.values()), (
+        "vLLM waits for no transfer"
+    )
     assert engine.run()["d"].finish_reason == "length"
     assert engine.counted("local_recomputes") == 1
 
 
 @pytest.mark.parametrize(
-    "params", ["text", 7, ["a"], {"do_remote_prefill": True, **dict.fromkeys(map(str, range(99)))}]
+    "params",
+    [
+        "text",
+        7,
+        ["a"],
+        {"do_remote_prefill": True, **dict.fromkeys(map(str, range(99)))},
+    ],
 )
-def test_of_what_is_no_object_or_too_large_nothing_is_left(make_engine: Any, params: Any) -> None:
+def test_of_what_is_no_object_or_too_large_nothing_is_left(
+    make_engine: Any, params: Any
+) -> None:
     engine = make_engine("kv_consumer")
     assert engine.add("d", PROMPT, params).kv_transfer_params is None
     assert engine.run()["d"].finish_reason == "length"

@@ -30,9 +30,14 @@ def _few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asking(make: Any) -> tuple[Node, Node]:
     """A producer, and a consumer with a question for every prompt."""
-    producer, consumer = make("kv_producer", num_blocks=64), make("kv_consumer", num_blocks=64)
+    producer, consumer = (
+        make("kv_producer", num_blocks=64),
+        make("kv_consumer", num_blocks=64),
+    )
     for name, prompt in PROMPTS.items():
-        consumer.engine.add(ids(name)[1], prompt, leg_params(producer, name), max_tokens=COUNT)
+        consumer.engine.add(
+            ids(name)[1], prompt, leg_params(producer, name), max_tokens=COUNT
+        )
     return producer, consumer
 
 
@@ -74,16 +79,23 @@ def test_the_first_ones_are_looked_at_and_the_next_when_one_of_them_ends(
 @pytest.mark.parametrize(
     "order", [NAMES, NAMES[::-1]], ids=["in their order", "the last ones first"]
 )
-def test_a_parked_request_is_loaded_as_soon_as_it_is_answered(make: Any, order: list[str]) -> None:
+def test_a_parked_request_is_loaded_as_soon_as_it_is_answered(
+    make: Any, order: list[str]
+) -> None:
     producer, consumer = asking(make)
     for name in order:
         prefill, decode = ids(name)
         producer.engine.add(prefill, PROMPTS[name], REMOTE_DECODE, max_tokens=1)
         answer = consumer.engine.answers[decode]
-        until((producer, consumer), lambda answer=answer: answer.finish_reason is not None)  # type: ignore[misc]
+        until(
+            (producer, consumer),
+            lambda answer=answer: answer.finish_reason is not None,  # type: ignore[misc]
+        )
         check(consumer, decode, PROMPTS[name])
     assert consumer.engine.counted("loads") == len(NAMES)
     until(
         (producer, consumer),
-        lambda: producer.engine.is_whole and consumer.engine.is_whole and settled(consumer),
+        lambda: (
+            producer.engine.is_whole and consumer.engine.is_whole and settled(consumer)
+        ),
     )

@@ -56,11 +56,15 @@ def product_file(frame: FrameType | None) -> str | None:
     if frame is None:
         return None
     _, found, module = frame.f_code.co_filename.rpartition("/kvferry/")
-    is_product = found and module.endswith(".py") and not module.startswith(("tests/", "bench/"))
+    is_product = (
+        found and module.endswith(".py") and not module.startswith(("tests/", "bench/"))
+    )
     return module if is_product else None
 
 
-def test_a_warm_prefill_and_load_run_through_no_more_than_this(make: Callable[..., Node]) -> None:
+def test_a_warm_prefill_and_load_run_through_no_more_than_this(
+    make: Callable[..., Node],
+) -> None:
     path = Path()
     # Before the engines are made: their threads must be seen too.
     threading.setprofile(path.note)
@@ -83,4 +87,8 @@ def test_a_warm_prefill_and_load_run_through_no_more_than_this(make: Callable[..
     assert len(path.files) <= MOST_FILES, shown
     assert len(path.functions) <= MOST_FUNCTIONS, counts
     assert len(path.calls) <= MOST_CALLS_BETWEEN_FILES, counts
-    assert {"worker/loads/load.py", "scheduler/consumer/ledger.py", "link/renewer.py"} <= path.files
+    assert {
+        "worker/loads/load.py",
+        "scheduler/consumer/ledger.py",
+        "link/renewer.py",
+    } <= path.files

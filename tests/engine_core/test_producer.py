@@ -22,7 +22,9 @@ def offered(engine: SchedulerEngine, request_id: str) -> RemotePrefill:
     return params
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["one step", "overlapping steps"])
+@pytest.mark.parametrize(
+    "overlap", [False, True], ids=["one step", "overlapping steps"]
+)
 @pytest.mark.parametrize(
     ("length", "max_tokens"), [(40, 1), (40, 2), (40, 7), (40, 10), (300, 1), (300, 9)]
 )
@@ -38,7 +40,10 @@ def test_an_answer_offers_its_prompt_however_many_tokens_it_has(
         engine.finish(steps.pop(0))
         steps += [] if steps else [engine.schedule()]
     params = offered(engine, "p")
-    assert (params.remote_num_tokens, len(params.kvferry.digests)) == (length, -(-length // 256))
+    assert (params.remote_num_tokens, len(params.kvferry.digests)) == (
+        length,
+        -(-length // 256),
+    )
     assert len(params.remote_block_ids[0]) == -(-length // BLOCK_TOKENS)
 
 
@@ -47,19 +52,28 @@ def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_that_compl
 ) -> None:
     engine = make_engine(max_step_tokens=30)
     engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
-    first, second, third = engine.step().orders, engine.step().orders, engine.step().orders
+    first, second, third = (
+        engine.step().orders,
+        engine.step().orders,
+        engine.step().orders,
+    )
     assert [len(first.opens), len(first.completions)] == [1, 0]
     assert [hold.request_id for hold in second.completions] == ["p"]
     assert third is None
 
 
-def test_a_prefill_without_a_free_slot_is_served_and_offers_nothing(make_engine: Any) -> None:
+def test_a_prefill_without_a_free_slot_is_served_and_offers_nothing(
+    make_engine: Any,
+) -> None:
     engine = make_engine(extra={"lease_slots": 1})
     engine.add("first", PROMPT, REMOTE_DECODE, max_tokens=1)
     engine.add("second", tokens(20, seed=4), REMOTE_DECODE, max_tokens=1)
     answers = engine.run()
     assert answers["first"].params is not None
-    assert (answers["second"].params, answers["second"].finish_reason) == (None, "length")
+    assert (answers["second"].params, answers["second"].finish_reason) == (
+        None,
+        "length",
+    )
     assert engine.used_blocks == 3
     assert engine.counted("leases_refused") == 1
 
@@ -82,11 +96,18 @@ def test_a_producer_that_stops_while_a_step_is_in_flight_offers_what_was_compute
 ) -> None:
     engine = make_engine(overlap=True)
     request = engine.add(
-        "p", tokens(3 * BLOCK_TOKENS), REMOTE_DECODE, max_tokens=9, stop_token_ids=[SAMPLED]
+        "p",
+        tokens(3 * BLOCK_TOKENS),
+        REMOTE_DECODE,
+        max_tokens=9,
+        stop_token_ids=[SAMPLED],
     )
     first, second = engine.schedule(), engine.schedule()
     engine.finish(first)
     assert request.num_in_flight_tokens == 1
     params = offered(engine, "p")
-    assert (params.remote_num_tokens, len(params.remote_block_ids[0])) == (3 * BLOCK_TOKENS, 3)
+    assert (params.remote_num_tokens, len(params.remote_block_ids[0])) == (
+        3 * BLOCK_TOKENS,
+        3,
+    )
     engine.finish(second)

@@ -39,7 +39,9 @@ def test_a_prompt_that_cannot_be_decoded_elsewhere_is_not_waited_for(make: Any) 
     producer.engine.abort("p")
 
 
-def test_a_prompt_at_an_engine_that_is_no_producer_is_not_waited_for(make_both: Any) -> None:
+def test_a_prompt_at_an_engine_that_is_no_producer_is_not_waited_for(
+    make_both: Any,
+) -> None:
     decoder: Node = make_both(role="kv_consumer")
     decoder.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     assert said(ask(decoder, "p")) == (PromptProgress.OVER, "no_lease")
@@ -71,20 +73,32 @@ def test_a_prefill_that_succeeds_without_its_lease_is_not_taken_for_one_that_fai
 @pytest.mark.parametrize(
     "streams", [False, True], ids=["when it is complete", "while it is computed"]
 )
-def test_a_ticket_is_not_given_any_more_when_its_lease_has_ended(make: Any, streams: bool) -> None:
+def test_a_ticket_is_not_given_any_more_when_its_lease_has_ended(
+    make: Any, streams: bool
+) -> None:
     producer: Node = make("kv_producer", max_step_tokens=64)
     producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     ask(producer, "p", streams=streams)
     assert producer.answer("p").params is not None
     assert ask(producer, "p", streams=streams).progress is PromptProgress.TICKET
-    (lease,) = producer.engine.connector.scheduler_side.leases.block_references.held.values()
+    (lease,) = (
+        producer.engine.connector.scheduler_side.leases.block_references.held.values()
+    )
     assert producer.engine.connector.scheduler_side.leases.release(lease.origin)
-    assert said(ask(producer, "p", streams=streams)) == (PromptProgress.OVER, "no_lease")
+    assert said(ask(producer, "p", streams=streams)) == (
+        PromptProgress.OVER,
+        "no_lease",
+    )
     producer.until(lambda: is_over(producer))
-    assert said(ask(producer, "p", streams=streams)) == (PromptProgress.OVER, "no_lease")
+    assert said(ask(producer, "p", streams=streams)) == (
+        PromptProgress.OVER,
+        "no_lease",
+    )
 
 
-def test_a_reset_takes_the_ticket_of_a_prompt_that_is_computed_back_at_once(make: Any) -> None:
+def test_a_reset_takes_the_ticket_of_a_prompt_that_is_computed_back_at_once(
+    make: Any,
+) -> None:
     producer = asked_for(make)
     producer.step()
     assert ask(producer, "p").progress is PromptProgress.TICKET

@@ -43,7 +43,9 @@ def test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead(
         assert step.computed == {"d": 40}
         assert not mine & set(engine.block_ids("d")), "it is computed into other blocks"
         engine.run()
-    assert engine.answers["d"].finish_reason == ("length" if policy == "recompute" else "error")
+    assert engine.answers["d"].finish_reason == (
+        "length" if policy == "recompute" else "error"
+    )
     engine.step()
     assert engine.used_blocks == 3
     assert engine.scheduler.has_requests(), (
@@ -82,7 +84,10 @@ def test_the_gauges_say_how_much_is_out_of_use_and_that_nothing_is_any_more(
     engine.step()
     engine.step(worker=report("d", w0={"d"}))
     reported = quarantined.gauges(time.monotonic() + 50.0)
-    assert (reported["quarantined_requests_now"], reported["quarantined_blocks_now"]) == (1, 3)
+    assert (
+        reported["quarantined_requests_now"],
+        reported["quarantined_blocks_now"],
+    ) == (1, 3)
     assert 50.0 <= reported["oldest_quarantine_s"] < 110.0
     engine.step(worker=report(w0=set()))
     assert engine.is_whole
@@ -111,13 +116,17 @@ def test_blocks_of_the_local_cache_that_the_request_shared_serve_others_meanwhil
     assert engine.is_whole
 
 
-def test_an_engine_that_ends_does_not_wait_for_blocks_in_quarantine(make_engine: Any) -> None:
+def test_an_engine_that_ends_does_not_wait_for_blocks_in_quarantine(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer", policy="fail")
     engine.add("d", PROMPT, offer(PROMPT))
     engine.step()
     engine.step(worker=report("d", w0={"d"}))
     engine.step()
-    assert engine.scheduler.has_requests(), "while it serves, it steps until they are back"
+    assert engine.scheduler.has_requests(), (
+        "while it serves, it steps until they are back"
+    )
     engine.connector.scheduler_side.steps.drain.is_requested = True
     engine.step()
     assert not engine.scheduler.has_requests()

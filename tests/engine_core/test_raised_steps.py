@@ -18,7 +18,9 @@ PROMPT = tokens(140, seed=3)
 RUNNERS = pytest.mark.parametrize(
     "runner", [FirstRunner, SecondRunner], ids=["first runner", "second runner"]
 )
-OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
+OVERLAP = pytest.mark.parametrize(
+    "overlap", [False, True], ids=["in turn", "overlapping"]
+)
 
 
 class Broken(Exception):
@@ -50,7 +52,11 @@ def recover(node: Node) -> None:
 @OVERLAP
 @pytest.mark.parametrize("max_step_tokens", [64, 256], ids=["in parts", "in one step"])
 def test_nothing_of_a_step_that_raised_is_read(
-    make: Any, monkeypatch: pytest.MonkeyPatch, runner: Any, overlap: bool, max_step_tokens: int
+    make: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    runner: Any,
+    overlap: bool,
+    max_step_tokens: int,
 ) -> None:
     producer: Node = make(
         "kv_producer", runner=runner, overlap=overlap, max_step_tokens=max_step_tokens
@@ -65,9 +71,7 @@ def test_nothing_of_a_step_that_raised_is_read(
     step_that_raises(producer, monkeypatch)
     check_believed(producer, prompts)
     assert not any(one.is_ready for one in believed(producer))
-    if (
-        overlap
-    ):  # vLLM has scheduled one more before it hears of the error: it hits what was not written
+    if overlap:  # vLLM has scheduled one more before it hears of the error: it hits what was not written
         producer.engine.add("q", prompts["q"], REMOTE_DECODE, max_tokens=1)
         producer.step()
         settle(producer)
@@ -84,7 +88,10 @@ def test_nothing_of_a_step_that_raised_is_read(
 def test_prompts_after_the_recovery_are_handed_over(
     make: Any, monkeypatch: pytest.MonkeyPatch, runner: Any, overlap: bool
 ) -> None:
-    producer, consumer = make("kv_producer", runner=runner, overlap=overlap), make("kv_consumer")
+    producer, consumer = (
+        make("kv_producer", runner=runner, overlap=overlap),
+        make("kv_consumer"),
+    )
     producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     step_that_raises(producer, monkeypatch)
     recover(producer)

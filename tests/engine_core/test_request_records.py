@@ -30,7 +30,9 @@ class Remembered:
         self._earlier = {id(record) for record in records()}
 
     def names(self) -> list[str]:
-        return sorted(record.request_id for record in records() if id(record) not in self._earlier)
+        return sorted(
+            record.request_id for record in records() if id(record) not in self._earlier
+        )
 
     def check_empty(self, *nodes: Node) -> None:
         for node in nodes:
@@ -54,8 +56,14 @@ def test_a_prompt_that_is_handed_over_at_once_leaves_nothing(
     prompt = tokens(140, seed=3)
     consumer.engine.add(decode, prompt, leg_params(producer, "x"), max_tokens=COUNT)
     producer.engine.add(prefill, prompt, REMOTE_DECODE, max_tokens=1)
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
-    until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
+    until(
+        (producer, consumer),
+        lambda: producer.engine.is_whole and consumer.engine.is_whole,
+    )
     remembered.check_empty(producer, consumer)
 
 
@@ -70,7 +78,9 @@ def test_requests_that_are_aborted_at_any_time_leave_nothing(
     for seed, name in enumerate(NAMES):
         prefill, decode = ids(name)
         prompt = tokens(100, seed=seed)
-        consumer.engine.add(decode, prompt, leg_params(producer, name), max_tokens=COUNT)
+        consumer.engine.add(
+            decode, prompt, leg_params(producer, name), max_tokens=COUNT
+        )
         producer.engine.add(prefill, prompt, REMOTE_DECODE, max_tokens=1)
     for _ in range(steps):
         producer.step()
@@ -79,7 +89,10 @@ def test_requests_that_are_aborted_at_any_time_leave_nothing(
         prefill, decode = ids(name)
         producer.engine.abort(prefill)
         consumer.engine.abort(decode)
-    until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole)
+    until(
+        (producer, consumer),
+        lambda: producer.engine.is_whole and consumer.engine.is_whole,
+    )
     remembered.check_empty(producer, consumer)
 
 

@@ -57,7 +57,9 @@ def test_a_prompt_that_is_half_computed_when_the_weights_change_is_answered_and_
     assert producer.engine.counted("leases_released", "reset") == 1
 
 
-@pytest.mark.parametrize("config", [{}, {"overlap": True}], ids=["one step", "overlapping steps"])
+@pytest.mark.parametrize(
+    "config", [{}, {"overlap": True}], ids=["one step", "overlapping steps"]
+)
 def test_a_prompt_that_is_computed_anew_after_a_reset_is_offered_under_another_epoch(
     make: Any, config: dict[str, Any]
 ) -> None:

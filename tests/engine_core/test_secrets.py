@@ -27,7 +27,10 @@ PROMPT = tokens(40)
 
 def own_address() -> str:
     """An address of this machine that others may reach; empty if there is none."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
+    ):
         sender.connect(("203.0.113.7", 9))
         return str(sender.getsockname()[0])
     return ""
@@ -100,10 +103,16 @@ def test_a_file_that_others_can_read_stops_the_start(tmp_path: Path, role: str) 
 
 @pytest.mark.parametrize(
     ("host", "secrets", "warns"),
-    [(own_address(), [], True), ("127.0.0.1", [], False), (own_address(), [OLD], False)],
+    [
+        (own_address(), [], True),
+        ("127.0.0.1", [], False),
+        (own_address(), [OLD], False),
+    ],
     ids=["reachable", "loopback", "with a secret"],
 )
-@pytest.mark.skipif(own_address() == "", reason="this machine has no address but loopback")
+@pytest.mark.skipif(
+    own_address() == "", reason="this machine has no address but loopback"
+)
 def test_an_open_listener_logs_a_warning_and_how_to_change_it(
     tmp_path: Path,
     host: str,
@@ -114,8 +123,13 @@ def test_an_open_listener_logs_a_warning_and_how_to_change_it(
 ) -> None:
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
     monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
-    with secret_file(tmp_path, *secrets), caplog.at_level(logging.INFO, logger="kvferry"):
-        engine = SchedulerEngine("FerryConnector", module="kvferry.connector", role="kv_producer")
+    with (
+        secret_file(tmp_path, *secrets),
+        caplog.at_level(logging.INFO, logger="kvferry"),
+    ):
+        engine = SchedulerEngine(
+            "FerryConnector", module="kvferry.connector", role="kv_producer"
+        )
         engine.close()
     assert ("answers every client" in caplog.text) == warns
     assert (VARIABLE in caplog.text) == warns
@@ -128,7 +142,17 @@ def test_an_open_listener_logs_a_warning_and_how_to_change_it(
 
 
 @pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "[::]", "*", "0", "fe80::1%eth0", "tcp://10.1.2.3", "10.1.2.3:5600"]
+    "host",
+    [
+        "0.0.0.0",
+        "::",
+        "[::]",
+        "*",
+        "0",
+        "fe80::1%eth0",
+        "tcp://10.1.2.3",
+        "10.1.2.3:5600",
+    ],
 )
 def test_a_producer_that_decoders_could_not_be_sent_to_does_not_start_and_a_consumer_does(
     host: str, monkeypatch: pytest.MonkeyPatch
@@ -136,9 +160,13 @@ def test_a_producer_that_decoders_could_not_be_sent_to_does_not_start_and_a_cons
     """Its host travels in params: decoders would look for it on their own host."""
     monkeypatch.setenv(HOST_VARIABLE, host)
     for role in ("kv_producer", "kv_both"):
-        with pytest.raises(InvalidConfig, match=f"{HOST_VARIABLE} is .* that decoders reach"):
+        with pytest.raises(
+            InvalidConfig, match=f"{HOST_VARIABLE} is .* that decoders reach"
+        ):
             SchedulerEngine("FerryConnector", module="kvferry.connector", role=role)
-    SchedulerEngine("FerryConnector", module="kvferry.connector", role="kv_consumer").close()
+    SchedulerEngine(
+        "FerryConnector", module="kvferry.connector", role="kv_consumer"
+    ).close()
 
 
 def test_a_producer_whose_name_is_a_loopback_address_names_the_variable(
@@ -149,7 +177,9 @@ def test_a_producer_whose_name_is_a_loopback_address_names_the_variable(
     monkeypatch.setattr(host_names, "look_up", {"node-1": "127.0.1.1"}.get)
     monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="kvferry"):
-        SchedulerEngine("FerryConnector", module="kvferry.connector", role="kv_producer").close()
+        SchedulerEngine(
+            "FerryConnector", module="kvferry.connector", role="kv_producer"
+        ).close()
     assert "node-1:" in caplog.text
     assert "(127.0.1.1) is only reached from this host" in caplog.text
     assert HOST_VARIABLE in caplog.text

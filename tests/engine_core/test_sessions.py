@@ -52,7 +52,10 @@ def test_the_lease_that_a_later_part_names_is_given_back(make: Any, when: str) -
         begin(consumer)
     else:
         consumer.engine.add(
-            "s", FIRST, max_tokens=50 if when == "it never gets to it" else 2, resumable=True
+            "s",
+            FIRST,
+            max_tokens=50 if when == "it never gets to it" else 2,
+            resumable=True,
         )
         consumer.step()
     add_part(consumer, params)
@@ -74,7 +77,9 @@ def test_a_first_part_is_loaded_and_its_params_are_no_update_when_vllm_repeats_t
     assert consumer.engine.counted("loads") == 1
     for _ in range(2):
         add_part(consumer, dict(params))
-        consumer.until(lambda: consumer.engine.status("s") == "WAITING_FOR_STREAMING_REQ")
+        consumer.until(
+            lambda: consumer.engine.status("s") == "WAITING_FOR_STREAMING_REQ"
+        )
     end(consumer)
     assert updates(consumer) == 0
     producer.until(lambda: producer.engine.is_whole)

@@ -7,7 +7,9 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    NixlHandshakePayload,
+)
 
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.protocol.errors import InvalidConfig
@@ -55,11 +57,17 @@ def test_every_key_of_a_worker_reaches_it(
     wanted["allowed_hosts"] = AllowedHosts.from_entries(EXTRA["allowed_hosts"])
     wanted["mapped_reads"] = False
     assert {name: getattr(settings, name) for name in wanted} == wanted
-    assert {field.name for field in fields(WorkerSettings)} == set(wanted) | OF_THE_ENVIRONMENT
-    assert all(getattr(WorkerSettings(), name) != value for name, value in wanted.items())
+    assert {field.name for field in fields(WorkerSettings)} == set(
+        wanted
+    ) | OF_THE_ENVIRONMENT
+    assert all(
+        getattr(WorkerSettings(), name) != value for name, value in wanted.items()
+    )
 
 
-def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_connectors() -> None:
+def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_connectors() -> (
+    None
+):
     """As the upstream guide writes them, a choice in quotes; under kvferry's own name the unknown one stops it."""
     extra = {
         "shared_storage_path": "cache",
@@ -71,9 +79,14 @@ def test_an_engine_starts_under_the_stock_connectors_name_with_keys_of_other_con
     )
     assert engine.connector.scheduler_side.loads.recompute_threshold == 32
     engine.close()
-    with pytest.raises(InvalidConfig, match="shared_storage_path is 'cache'; expected one of"):
+    with pytest.raises(
+        InvalidConfig, match="shared_storage_path is 'cache'; expected one of"
+    ):
         SchedulerEngine(
-            "FerryConnector", module="kvferry.connector", role="kv_consumer", extra=extra
+            "FerryConnector",
+            module="kvferry.connector",
+            role="kv_consumer",
+            extra=extra,
         )
 
 
@@ -106,4 +119,6 @@ def test_another_child_that_hands_prompts_over_is_refused_by_the_type_of_its_han
         InvalidConfig,
         match="connectors is 'NixlHandshakePayload'; expected one child that hands prompts",
     ):
-        make_engine("kv_producer").connector.set_xfer_handshake_metadata_pp_aware({(0, 0): stock})
+        make_engine("kv_producer").connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): stock}
+        )

@@ -51,7 +51,9 @@ class Life:
                 "decoder_kv_blocks_ttl": 0.8,
             }
         short = {"kv_lease_duration": 0.15, **both}
-        self.producer = Node(role or "kv_producer", num_blocks=60, extra=short, **config)
+        self.producer = Node(
+            role or "kv_producer", num_blocks=60, extra=short, **config
+        )
         self.consumer = Node(role or "kv_consumer", num_blocks=40, extra=both, **config)
         self.prompts: dict[str, tuple[list[int], int]] = {}
         self.offers: list[tuple[list[int], dict[str, Any]]] = []
@@ -82,7 +84,9 @@ class Life:
             if self.random.random() < 0.9:
                 prompt = [
                     *text,
-                    *tokens(self.random.randrange(1, 40), seed=self.random.randrange(99)),
+                    *tokens(
+                        self.random.randrange(1, 40), seed=self.random.randrange(99)
+                    ),
                 ]
         if len(prompt) < 450:
             self.add(self.producer, prompt, params, self.random.choice((1, 1, 1, 5)))
@@ -120,7 +124,8 @@ class Life:
     def prompt(self) -> list[int]:
         """A prompt out of a few, so that local caches hit."""
         return tokens(
-            self.random.choice((1, 16, 17, 40, 64, 130, 270)), seed=self.random.randrange(6)
+            self.random.choice((1, 16, 17, 40, 64, 130, 270)),
+            seed=self.random.randrange(6),
         )
 
     def add(self, node: Node, prompt: list[int], params: Any, max_tokens: int) -> None:
@@ -142,7 +147,11 @@ class Life:
                 ), name
                 self.wanted.discard(name)
                 if answer.params is not None:
-                    offers = self.answered if answer.params["do_remote_decode"] else self.offers
+                    offers = (
+                        self.answered
+                        if answer.params["do_remote_decode"]
+                        else self.offers
+                    )
                     offers.append(([*prompt, *answer.tokens[:-1]], answer.params))
 
     def has_loaded(self) -> bool:
@@ -164,7 +173,10 @@ class Life:
 
     def until(self, over: Callable[[Node], bool]) -> None:
         """Step both engines until it is so of each: one may wait for what the other's next step tells its workers."""
-        for node, other in ((self.producer, self.consumer), (self.consumer, self.producer)):
+        for node, other in (
+            (self.producer, self.consumer),
+            (self.consumer, self.producer),
+        ):
 
             def is_over(node: Node = node, other: Node = other) -> bool:
                 other.step()
@@ -184,7 +196,9 @@ def test_whatever_happens_answers_are_right_and_every_block_comes_back(
     life = Life(run_seed, **LIVES[kind])
     try:
         start_s = time.monotonic()
-        while time.monotonic() < start_s + (_SECONDS if life.has_loaded() else _LONGEST_S):
+        while time.monotonic() < start_s + (
+            _SECONDS if life.has_loaded() else _LONGEST_S
+        ):
             life.turn()
         life.end()
         print(life.consumer.engine.total_counts())

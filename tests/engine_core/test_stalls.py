@@ -39,11 +39,16 @@ def load(engine: SchedulerEngine, *lengths: int, **request: Any) -> list[str]:
 
 
 def loading(engine: SchedulerEngine) -> set[str]:
-    return set(engine.connector.scheduler_side.loads.requests(RemotePromptState.LOADING))
+    return set(
+        engine.connector.scheduler_side.loads.requests(RemotePromptState.LOADING)
+    )
 
 
 def fail(
-    engine: SchedulerEngine, failed: set[str], alive: set[str], loaded: frozenset[str] = frozenset()
+    engine: SchedulerEngine,
+    failed: set[str],
+    alive: set[str],
+    loaded: frozenset[str] = frozenset(),
 ) -> None:
     """A step in which these loads end; the blocks of those that are `alive` are pinned."""
     worker_meta = FerryWorkerMetadata(alive={0: frozenset(alive)})
@@ -56,7 +61,9 @@ def fail(
 
 
 def unpin(engine: SchedulerEngine) -> None:
-    report = KVConnectorOutput(kv_connector_worker_meta=FerryWorkerMetadata(alive={0: frozenset()}))
+    report = KVConnectorOutput(
+        kv_connector_worker_meta=FerryWorkerMetadata(alive={0: frozenset()})
+    )
     engine.step(worker=report)
 
 
@@ -66,10 +73,14 @@ def run_until(engine: SchedulerEngine, *names: str) -> None:
             return
         engine.step(failed=loading(engine))
     states = {name: engine.status(name) for name in engine.scheduler.requests}
-    raise AssertionError(f"requests stand still: {states}, {engine.free_blocks} blocks are free")
+    raise AssertionError(
+        f"requests stand still: {states}, {engine.free_blocks} blocks are free"
+    )
 
 
-@pytest.mark.parametrize("lengths", [(130,) * 3, (100,) * 4, (100, 130, 40, 200)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(130,) * 3, (100,) * 4, (100, 130, 40, 200)], ids=str
+)
 def test_loads_that_all_fail_are_computed_where_a_window_needs_more_than_they_took(
     make_engine: Any, lengths: tuple[int, ...]
 ) -> None:
@@ -82,7 +93,9 @@ def test_loads_that_all_fail_are_computed_where_a_window_needs_more_than_they_to
 
 
 @pytest.mark.parametrize("failed", ["c0", "c1"])
-def test_a_load_that_fails_beside_a_good_one_stops_neither(make_engine: Any, failed: str) -> None:
+def test_a_load_that_fails_beside_a_good_one_stops_neither(
+    make_engine: Any, failed: str
+) -> None:
     engine = make_engine("kv_consumer", window=WINDOW, num_blocks=50)
     names = load(engine, 300, 300)
     assert loading(engine) == {"c0", "c1"}
@@ -142,7 +155,9 @@ def test_a_load_that_cannot_begin_beside_a_failed_one_is_computed_while_that_wai
 def test_a_failed_load_does_not_wait_for_a_load_of_higher_priority_that_waits_for_its_blocks(
     make_engine: Any,
 ) -> None:
-    engine = make_engine("kv_consumer", num_blocks=40, window=WINDOW, scheduling="priority")
+    engine = make_engine(
+        "kv_consumer", num_blocks=40, window=WINDOW, scheduling="priority"
+    )
     load(engine, 300, priority=2)
     engine.add("beside", tokens(100, seed=6), max_tokens=8)
     engine.step(failed={"c0"})
@@ -189,7 +204,9 @@ def test_a_prompt_of_higher_priority_that_loads_nothing_does_not_wait_for_a_fail
     make_engine: Any,
 ) -> None:
     """vLLM reserves nothing against it, so it must not wait for a long one that is less urgent."""
-    engine = make_engine("kv_consumer", num_blocks=40, window=WINDOW, scheduling="priority")
+    engine = make_engine(
+        "kv_consumer", num_blocks=40, window=WINDOW, scheduling="priority"
+    )
     load(engine, 300, priority=2)
     engine.add("beside", tokens(100, seed=6), max_tokens=60)
     engine.step(failed={"c0"})
@@ -214,7 +231,9 @@ def test_what_waits_for_pinned_blocks_or_for_a_failed_load_costs_little_and_is_l
     names = [f"long{index}" for index in range(3 * MAX_LOOKED_AT)]
     for index, name in enumerate(names):
         prompt = tokens(200, seed=10 + index)
-        engine.add(name, prompt, offer(prompt) if index % 2 else None, priority=1, max_tokens=1)
+        engine.add(
+            name, prompt, offer(prompt) if index % 2 else None, priority=1, max_tokens=1
+        )
     engine.add("short", tokens(16, seed=9), priority=3)
     run_until(engine, "short")
     looked_up: list[str] = []
@@ -270,7 +289,11 @@ LIVES: dict[str, dict[str, Any]] = {
     "states": {"num_blocks": 28, "states": 1},
     "window and states": {"num_blocks": 50, "window": WINDOW, "states": 2},
     "priorities": {"num_blocks": 28, "scheduling": "priority"},
-    "priorities and a window": {"num_blocks": 44, "window": WINDOW, "scheduling": "priority"},
+    "priorities and a window": {
+        "num_blocks": 44,
+        "window": WINDOW,
+        "scheduling": "priority",
+    },
     "both roles": {"num_blocks": 34, "role": "kv_both"},
     "both roles by priority": {
         "num_blocks": 50,
@@ -329,7 +352,10 @@ def test_an_engine_that_stands_still_says_so_once_a_heartbeat_and_what_to_do(
     ]
     assert 1 <= len(lines) <= 2, "the first heartbeat, the second, the fourth"
     assert "1 requests wait for blocks and 2 whose load is over" in lines[0]
-    assert "req=c1 with 130 tokens (WAITING_FOR_REMOTE_KVS): abort that request" in lines[0]
+    assert (
+        "req=c1 with 130 tokens (WAITING_FOR_REMOTE_KVS): abort that request"
+        in lines[0]
+    )
     engine.abort("c0", "c1", "c2")
     before = engine.counted("stalled_heartbeats")
     engine.step()
@@ -344,7 +370,9 @@ def test_waiting_for_pinned_blocks_is_reported_with_the_producer_to_blame(
     fail(engine, {"c0"}, alive={"c0"})
     with caplog.at_level(logging.ERROR):
         _step_until(engine, lambda: engine.counted("stalled_heartbeats") >= 1)
-    assert "11 of 27 blocks are free (16 pinned by failed loads, 0 leased)" in caplog.text
+    assert (
+        "11 of 27 blocks are free (16 pinned by failed loads, 0 leased)" in caplog.text
+    )
     assert "restart the producer that does not answer" in caplog.text
     unpin(engine)
     run_until(engine, "c0")

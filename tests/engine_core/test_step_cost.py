@@ -79,7 +79,9 @@ class Counted:
 
         def step() -> None:
             name, prompt = prompts.next(4)
-            self._node.engine.add(name, prompt, {"do_remote_decode": True}, max_tokens=1)
+            self._node.engine.add(
+                name, prompt, {"do_remote_decode": True}, max_tokens=1
+            )
             self._node.step()
 
         return self.of(step)
@@ -134,12 +136,15 @@ def test_a_step_does_the_same_with_thousands_of_open_questions_and_when_all_of_t
     def open_more(count: int) -> None:
         while len(queries) < count:
             name = f"asks-{len(queries)}"
-            consumer.engine.add(name, [5] * 20, leg_params(producer, name), max_tokens=1)
+            consumer.engine.add(
+                name, [5] * 20, leg_params(producer, name), max_tokens=1
+            )
 
     def answer_and_step() -> None:
         for number in queries.snapshot().open:
             asking.on_answer(
-                ("127.0.0.1", producer.port), Answer(number=number, progress=PromptProgress.QUEUED)
+                ("127.0.0.1", producer.port),
+                Answer(number=number, progress=PromptProgress.QUEUED),
             )
         consumer.step()
 
@@ -180,7 +185,10 @@ def test_a_step_does_the_same_with_thousands_of_requests_that_wait_for_a_pool_fu
     def with_waiting(count: int) -> float:
         while slow.engine.scheduler.get_num_unfinished_requests() < count:
             slow.engine.add(
-                f"waits{len(slow.engine.answers)}", [5] * 400, REMOTE_DECODE, max_tokens=1
+                f"waits{len(slow.engine.answers)}",
+                [5] * 400,
+                REMOTE_DECODE,
+                max_tokens=1,
             )
         return scheduler.median(
             slow.step, STEPS + 1

@@ -49,7 +49,9 @@ def test_orders_are_a_reason_until_the_workers_have_them(make_engine: Any) -> No
     assert steps_of(engine).reason() is None
 
 
-def test_pinned_blocks_are_a_reason_until_they_are_reported_free(make_engine: Any) -> None:
+def test_pinned_blocks_are_a_reason_until_they_are_reported_free(
+    make_engine: Any,
+) -> None:
     engine = make_engine("kv_consumer", policy="fail")
     engine.add("d", PROMPT, offer(PROMPT))
     engine.step()
@@ -60,7 +62,9 @@ def test_pinned_blocks_are_a_reason_until_they_are_reported_free(make_engine: An
     assert steps_of(engine).reason() is None
 
 
-def test_a_held_lease_is_a_reason_while_the_engine_drains(holding: SchedulerEngine) -> None:
+def test_a_held_lease_is_a_reason_while_the_engine_drains(
+    holding: SchedulerEngine,
+) -> None:
     steps_of(holding).drain.is_requested = True
     assert steps_of(holding).reason() is StepReason.DRAIN
     holding.step(over={"p"})
@@ -90,11 +94,15 @@ def test_a_held_lease_is_a_reason_for_one_step_after_a_long_rest(
 def test_answers_that_one_call_does_not_take_are_a_reason(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.connector.scheduler_side.prompt_queries.MOST_AT_ONCE", 1)
+    monkeypatch.setattr(
+        "kvferry.connector.scheduler_side.prompt_queries.MOST_AT_ONCE", 1
+    )
     engine = make_engine("kv_consumer")
     queries = engine.connector.scheduler_side.queries
     for number in (7, 8):
-        queries.on_answer(("127.0.0.1", 1), Answer(number=number, progress=PromptProgress.UNKNOWN))
+        queries.on_answer(
+            ("127.0.0.1", 1), Answer(number=number, progress=PromptProgress.UNKNOWN)
+        )
     assert engine.connector.has_pending_push_work(), "one of two is taken"
     assert steps_of(engine).reason() is StepReason.ANSWERS
     assert not engine.connector.has_pending_push_work()
@@ -110,5 +118,9 @@ def test_a_producer_that_has_answered_is_a_reason(make_engine: Any) -> None:
 def test_the_table_has_every_reason() -> None:
     from kvferry.connector.scheduler_side import steps
 
-    rows = [line.split(" | ")[0] for line in str(steps.__doc__).splitlines() if "| " in line]
-    assert {row.removeprefix("| ") for row in rows} >= {reason.name for reason in StepReason}
+    rows = [
+        line.split(" | ")[0] for line in str(steps.__doc__).splitlines() if "| " in line
+    ]
+    assert {row.removeprefix("| ") for row in rows} >= {
+        reason.name for reason in StepReason
+    }

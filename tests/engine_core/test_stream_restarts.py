@@ -25,7 +25,9 @@ from tests.harness.exported import slots_of
 def crowded(make: Any, overlap: bool) -> tuple[Node, Scheduled, list[Scheduled]]:
     """A producer that preempts a streamed prompt, since requests before it need blocks: the step in which it does, and
     those before."""
-    producer: Node = make("kv_producer", max_step_tokens=20, num_blocks=23, overlap=overlap)
+    producer: Node = make(
+        "kv_producer", max_step_tokens=20, num_blocks=23, overlap=overlap
+    )
     for n in range(4):
         producer.engine.add(f"answer{n}", tokens(20, seed=20 + n), max_tokens=24)
     for _ in range(6):
@@ -45,9 +47,16 @@ def test_a_preempted_prompt_has_a_new_epoch_before_the_step_that_gives_its_block
     make: Any, overlap: bool
 ) -> None:
     producer, step, before = crowded(make, overlap)
-    orders = [order for earlier in before if earlier.orders for order in earlier.orders.progress]
+    orders = [
+        order
+        for earlier in before
+        if earlier.orders
+        for order in earlier.orders.progress
+    ]
     blocks = {block for order in orders for block in order.blocks[0]}
-    given = {block for n in range(4) for block in producer.engine.block_ids(f"answer{n}")}
+    given = {
+        block for n in range(4) for block in producer.engine.block_ids(f"answer{n}")
+    }
     assert blocks & given, "none of its blocks were given away in that step"
     (reopened,) = step.orders.opens
     assert (reopened.slot, reopened.row, reopened.origin) == (
@@ -68,7 +77,9 @@ def test_a_preempted_prompt_has_a_new_epoch_before_the_step_that_gives_its_block
     }
     assert orders[0].first_blocks == (0,)
     lease = lease_of(producer)
-    assert [block for order in orders for block in order.blocks[0]] == list(lease.block_ids)
+    assert [block for order in orders for block in order.blocks[0]] == list(
+        lease.block_ids
+    )
     assert lease.origin.epoch == reopened.origin
     params = producer.answer("p").params
     assert params is not None
@@ -90,7 +101,9 @@ def test_a_preempted_prompt_that_goes_on_in_the_same_step_is_published_from_the_
     assert (tokens_now, first) == (128 + 64, (0,)), "the prefix cache has its blocks"
     assert lease_of(producer).name != before
     assert (
-        step.orders.progress[0].epoch == step.orders.opens[0].epoch == lease_of(producer).name.epoch
+        step.orders.progress[0].epoch
+        == step.orders.opens[0].epoch
+        == lease_of(producer).name.epoch
     )
 
 
@@ -106,10 +119,14 @@ def test_a_prompt_whose_published_blocks_do_not_hold_any_more_gets_a_new_epoch(
     else:
         side = producer.engine.connector.scheduler_side
         table = side.blocks.table
-        monkeypatch.setattr(side.blocks, "table", lambda name: ([99, *table(name)[0][1:]],))
+        monkeypatch.setattr(
+            side.blocks, "table", lambda name: ([99, *table(name)[0][1:]],)
+        )
     orders = producer.engine.schedule().orders
     assert (
-        [order.epoch for order in orders.opens] == [lease_of(producer).name.epoch] != [before.epoch]
+        [order.epoch for order in orders.opens]
+        == [lease_of(producer).name.epoch]
+        != [before.epoch]
     )
     assert orders.progress[0].first_blocks == (0,)
 
@@ -123,7 +140,9 @@ def test_a_change_of_the_caches_ends_a_stream(make: Any) -> None:
     side.life.reset()
     assert free_rows(producer) == 64
     step = producer.step()
-    assert [(end.slot, end.epoch) for end in step.orders.ends] == [(name.slot, name.epoch)]
+    assert [(end.slot, end.epoch) for end in step.orders.ends] == [
+        (name.slot, name.epoch)
+    ]
     assert not step.orders.progress
     assert producer.answer("p").params is None
     producer.until(lambda: is_over(producer))
@@ -144,7 +163,9 @@ def test_a_stream_that_a_reset_has_ended_gets_another_lease_and_is_not_streamed_
     assert params["kvferry"]["lease_epoch"] != before.epoch
 
 
-def test_a_request_that_is_computed_again_after_its_last_step_keeps_its_lease(make: Any) -> None:
+def test_a_request_that_is_computed_again_after_its_last_step_keeps_its_lease(
+    make: Any,
+) -> None:
     """vLLM drops the step's output when it empties its prefix cache, and for some other connectors beside this one."""
     producer = asked_for(make, overlap=True)
     for _ in range(3):

@@ -36,7 +36,11 @@ def reading(make: Any, **config: Any) -> tuple[Node, Node]:
 
 def has_read_a_part(consumer: Node) -> bool:
     """Whether a worker has read a part of a prompt that is still computed."""
-    begun = [record for worker in consumer.ferry_workers for record in snapshot_of(worker).begun]
+    begun = [
+        record
+        for worker in consumer.ferry_workers
+        for record in snapshot_of(worker).begun
+    ]
     return any(record.chunks for record in begun)
 
 
@@ -56,7 +60,10 @@ def test_the_first_parts_are_read_before_the_last_is_computed(
     make: Any, config: dict[str, Any]
 ) -> None:
     producer, consumer = reading(make, **config)
-    until((producer, consumer), lambda: consumer.engine.answers[DECODE].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[DECODE].finish_reason is not None,
+    )
     check(consumer, DECODE, PROMPT)
     assert consumer.engine.counted("early_bytes") > 0
     assert consumer.engine.counted("local_recomputes") == 0
@@ -72,20 +79,28 @@ def test_a_prompt_that_is_preempted_meanwhile_is_read_from_its_beginning_again(
     producer.engine.scheduler.kv_cache_manager.reset_prefix_cache()
     other = tokens(60, seed=9)
     producer.engine.add("other", other, max_tokens=2)
-    until((producer, consumer), lambda: consumer.engine.answers[DECODE].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[DECODE].finish_reason is not None,
+    )
     check(consumer, DECODE, PROMPT)
     assert consumer.engine.counted("local_recomputes") == 0
     assert producer.engine.counted("stream_restarts") == 1
     until((producer, consumer), lambda: is_over(producer, consumer))
 
 
-@pytest.mark.parametrize(("policy", "reason"), [("recompute", "length"), ("fail", "error")])
+@pytest.mark.parametrize(
+    ("policy", "reason"), [("recompute", "length"), ("fail", "error")]
+)
 def test_a_prompt_that_is_aborted_meanwhile_ends_the_load_by_the_policy(
     make: Any, policy: str, reason: str
 ) -> None:
     producer, consumer = reading(make, policy=policy)
     producer.engine.abort(PREFILL)
-    until((producer, consumer), lambda: consumer.engine.answers[DECODE].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[DECODE].finish_reason is not None,
+    )
     assert consumer.engine.answers[DECODE].finish_reason == reason
     if reason == "length":
         check(consumer, DECODE, PROMPT)
@@ -112,11 +127,15 @@ def test_a_consumer_that_leaves_meanwhile_leaks_nothing(
     until((consumer,), lambda: Release in arrived)
     until((producer, consumer), lambda: is_over(producer, consumer))
     assert producer.engine.counted("leases_released", "release") == 1
-    assert producer.engine.answers[PREFILL].params is None, "there is nothing left to load"
+    assert producer.engine.answers[PREFILL].params is None, (
+        "there is nothing left to load"
+    )
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"overlap": True}, {"tp": 2}, {"policy": "fail"}, {"window": 48}], ids=str
+    "config",
+    [{}, {"overlap": True}, {"tp": 2}, {"policy": "fail"}, {"window": 48}],
+    ids=str,
 )
 def test_an_abort_frees_the_blocks_of_a_load_although_its_producer_goes_on_computing(
     make: Any, config: dict[str, Any]
@@ -128,18 +147,26 @@ def test_an_abort_frees_the_blocks_of_a_load_although_its_producer_goes_on_compu
     until((consumer,), lambda: consumer.engine.is_whole and settled(consumer))
     assert consumer.engine.counted("aborted_loads") == max(1, config.get("tp", 1))
     assert not any(
-        map(consumer.engine.counted, ("local_recomputes", "failed_loads", "failed_requests"))
+        map(
+            consumer.engine.counted,
+            ("local_recomputes", "failed_loads", "failed_requests"),
+        )
     )
     producer.engine.abort(PREFILL)
     until((producer, consumer), lambda: is_over(producer, consumer))
 
 
-def test_a_consumer_with_streaming_switched_off_reads_the_complete_prompt(make: Any) -> None:
+def test_a_consumer_with_streaming_switched_off_reads_the_complete_prompt(
+    make: Any,
+) -> None:
     producer = make("kv_producer", max_step_tokens=64)
     consumer = make("kv_consumer", max_step_tokens=64, extra={"streaming": "off"})
     consumer.engine.add(DECODE, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
     producer.engine.add(PREFILL, PROMPT, REMOTE_DECODE, max_tokens=1)
-    until((producer, consumer), lambda: consumer.engine.answers[DECODE].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[DECODE].finish_reason is not None,
+    )
     check(consumer, DECODE, PROMPT)
     assert producer.engine.counted("streams") == 0
     assert consumer.engine.counted("early_bytes") == 0

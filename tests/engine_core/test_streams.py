@@ -43,10 +43,15 @@ def test_every_step_publishes_what_it_computes_from_the_next_one_after_the_quest
         [(200, (12,), 1)],
     ]
     blocks = [
-        block for step in steps for order in step.orders.progress for block in order.blocks[0]
+        block
+        for step in steps
+        for order in step.orders.progress
+        for block in order.blocks[0]
     ]
     (hold,) = steps[-1].orders.completions
-    (lease,) = producer.engine.connector.scheduler_side.leases.block_references.held.values()
+    (lease,) = (
+        producer.engine.connector.scheduler_side.leases.block_references.held.values()
+    )
     assert blocks == list(lease.block_ids)
     orders = [order for step in steps for order in step.orders.progress]
     assert {(order.slot, order.epoch, order.origin) for order in orders} == {
@@ -54,13 +59,18 @@ def test_every_step_publishes_what_it_computes_from_the_next_one_after_the_quest
     }
     params = producer.answer("p").params
     assert params is not None
-    assert (params["remote_block_ids"], params["kvferry"]["stream_row"]) == ([blocks], None)
+    assert (params["remote_block_ids"], params["kvferry"]["stream_row"]) == (
+        [blocks],
+        None,
+    )
     producer.engine.connector.scheduler_side.leases.release(lease.name)
     producer.until(lambda: is_over(producer))
     assert producer.engine.counted("streams") == 1
 
 
-def test_the_ticket_comes_with_the_first_of_these_steps_and_lists_no_blocks(make: Any) -> None:
+def test_the_ticket_comes_with_the_first_of_these_steps_and_lists_no_blocks(
+    make: Any,
+) -> None:
     producer = asked_for(make)
     producer.step()
     params = ticket(producer)
@@ -80,7 +90,8 @@ def test_a_prompt_that_nobody_has_asked_for_is_not_published(make: Any) -> None:
     producer: Node = make("kv_producer", max_step_tokens=64)
     producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=1)
     assert not any(
-        step.orders and step.orders.progress for step in [producer.step() for _ in range(4)]
+        step.orders and step.orders.progress
+        for step in [producer.step() for _ in range(4)]
     )
     assert producer.engine.answers["p"].params is not None
 
@@ -104,7 +115,9 @@ def test_blocks_that_another_prompt_computes_in_the_same_step_count_when_that_st
         ask(producer, name, prompt, number=number)
     worker = ferry_of(producer.workers[0]).worker_side
     with monkeypatch.context() as changed:
-        changed.setattr("kvferry.connector.worker_side.side.WorkerSide.end_step", lambda side: None)
+        changed.setattr(
+            "kvferry.connector.worker_side.side.WorkerSide.end_step", lambda side: None
+        )
         step = producer.step()
         assert step.computed == {"a": 70, "b": 58}
         assert published(step) == [(122, (0,), 8)]
@@ -113,10 +126,14 @@ def test_blocks_that_another_prompt_computes_in_the_same_step_count_when_that_st
         check_worker(worker.worker)  # the transfer thread has taken the orders
         assert int(progress[slot]) & MAX_PROGRESS == 0
     worker.end_step()
-    wait_until(lambda: int(progress[slot]) & MAX_PROGRESS == 122, "all tokens are reported")
+    wait_until(
+        lambda: int(progress[slot]) & MAX_PROGRESS == 122, "all tokens are reported"
+    )
 
 
-def test_blocks_of_a_window_are_published_when_the_prompt_is_complete(make: Any) -> None:
+def test_blocks_of_a_window_are_published_when_the_prompt_is_complete(
+    make: Any,
+) -> None:
     """Those of the tokens from 160 on, which the last one needs at least; the last step of 8 tokens needs more."""
     producer = asked_for(make, window=40)
     steps = [producer.step() for _ in range(3)]
@@ -138,7 +155,11 @@ def test_a_prompt_is_not_streamed_where_its_window_may_not_reach_back_to_the_con
     producer.step()
     digest = digest_chain(Prompt(tokens=PROMPT))[-1]
     query = PromptQuery(
-        number=1, key=request_key("p"), num_tokens=len(PROMPT), digest=digest, spans=(span, span)
+        number=1,
+        key=request_key("p"),
+        num_tokens=len(PROMPT),
+        digest=digest,
+        spans=(span, span),
     )
     answer_to(producer, query)
     steps = [producer.step() for _ in range(3)]
@@ -148,7 +169,9 @@ def test_a_prompt_is_not_streamed_where_its_window_may_not_reach_back_to_the_con
     assert producer.engine.counted("streams_refused", "window") == (not is_streamed)
 
 
-def test_blocks_of_a_state_are_published_when_the_request_has_ended(make_engine: Any) -> None:
+def test_blocks_of_a_state_are_published_when_the_request_has_ended(
+    make_engine: Any,
+) -> None:
     """Its last token is the consumer's; the state is in the last block that the request has then."""
     engine = make_engine(states=1, max_step_tokens=64)
     node = cast("Node", SimpleNamespace(engine=engine))
@@ -157,7 +180,9 @@ def test_blocks_of_a_state_are_published_when_the_request_has_ended(make_engine:
     assert ask(node, "p").progress is PromptProgress.QUEUED
     steps = [engine.step() for _ in range(3)]
     listed = [order for step in steps for order in step.orders.progress]
-    assert [(order.tokens, len(order.blocks[0]), order.blocks[1]) for order in listed] == [
+    assert [
+        (order.tokens, len(order.blocks[0]), order.blocks[1]) for order in listed
+    ] == [
         (128, 8, ()),
         (192, 4, ()),
         (199, 1, ()),
@@ -176,7 +201,10 @@ def test_a_ticket_promises_no_more_of_a_window_than_is_held_when_the_request_has
     make_engine: Any, length: int, window: int
 ) -> None:
     """Where there are states: by then vLLM has freed what the next token does not need."""
-    engine, prompt = make_engine(states=1, window=window, max_step_tokens=64), PROMPT[:length]
+    engine, prompt = (
+        make_engine(states=1, window=window, max_step_tokens=64),
+        PROMPT[:length],
+    )
     node = cast("Node", SimpleNamespace(engine=engine))
     engine.add("p", prompt, REMOTE_DECODE, max_tokens=1)
     engine.step()
@@ -216,7 +244,8 @@ def test_with_all_rows_used_a_prompt_is_read_when_it_is_complete(make: Any) -> N
     for other in others:
         assert streams.begin(other) is not None
     assert not any(
-        step.orders and step.orders.progress for step in [producer.step() for _ in range(3)]
+        step.orders and step.orders.progress
+        for step in [producer.step() for _ in range(3)]
     )
     assert ticket(producer).kvferry.stream_row is None
     for other in others:

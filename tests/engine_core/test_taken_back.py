@@ -27,8 +27,12 @@ PROMPT = tokens(140, seed=3)
 STORED = 64
 """Tokens of the prompt that the store has, or says it has."""
 POLICIES = pytest.mark.parametrize("policy", ["recompute", "fail"])
-OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
-STEPS = pytest.mark.parametrize("max_step_tokens", [64, 256], ids=["in parts", "in one step"])
+OVERLAP = pytest.mark.parametrize(
+    "overlap", [False, True], ids=["in turn", "overlapping"]
+)
+STEPS = pytest.mark.parametrize(
+    "max_step_tokens", [64, 256], ids=["in parts", "in one step"]
+)
 
 
 class StoreProducer:
@@ -41,7 +45,9 @@ class StoreProducer:
 
     def __init__(self, make: Any, policy: str = "recompute", **config: Any) -> None:
         self.shelf = Shelf()
-        self.node: Node = make("kv_producer", **beside_a_store(self.shelf, policy=policy), **config)
+        self.node: Node = make(
+            "kv_producer", **beside_a_store(self.shelf, policy=policy), **config
+        )
         self.shelf.serve(self.node)
         self.node.model.poison()
         self.prompts: dict[str, list[int]] = {}
@@ -103,11 +109,19 @@ def is_answered(node: Node, name: str) -> bool:
 @OVERLAP
 @STEPS
 def test_a_decoder_that_reads_at_once_never_gets_what_a_failed_load_left(
-    make: Any, policy: str, overlap: bool, max_step_tokens: int, monkeypatch: pytest.MonkeyPatch
+    make: Any,
+    policy: str,
+    overlap: bool,
+    max_step_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A lease that has ended before its ticket was used is waited for so long.
-    monkeypatch.setattr("kvferry.connector.scheduler_side.ticket_builder._OPENS_WITHIN_S", 1.0)
-    scene = StoreProducer(make, policy, overlap=overlap, max_step_tokens=max_step_tokens)
+    monkeypatch.setattr(
+        "kvferry.connector.scheduler_side.ticket_builder._OPENS_WITHIN_S", 1.0
+    )
+    scene = StoreProducer(
+        make, policy, overlap=overlap, max_step_tokens=max_step_tokens
+    )
     consumer: Node = make("kv_consumer")
     prefill, decode = ids("x")
     consumer.engine.add(decode, PROMPT, scene.params, max_tokens=COUNT)
@@ -123,7 +137,10 @@ def test_a_decoder_that_reads_at_once_never_gets_what_a_failed_load_left(
             until((consumer,), lambda: consumer.engine.counted("peer_loads") == 1)
 
     scene.before_answer = read_at_once
-    until((scene.node, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (scene.node, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     assert scene.shelf.loads == [prefill]
     check(consumer, decode)
     until((scene.node, consumer), lambda: scene.is_over() and consumer.engine.is_whole)
@@ -145,7 +162,10 @@ def test_what_the_store_has_loaded_is_handed_over(
         until((scene.node, consumer), partial(is_answered, consumer, decode))
         check(consumer, decode, prompt)
     assert len(scene.shelf.loads) == 2
-    assert (consumer.engine.counted("peer_loads"), consumer.engine.counted("local_recomputes")) == (
+    assert (
+        consumer.engine.counted("peer_loads"),
+        consumer.engine.counted("local_recomputes"),
+    ) == (
         2,
         0,
     )
@@ -177,7 +197,10 @@ def test_a_window_is_handed_over_although_its_blocks_are_held_from_the_requests_
     prompt = PROMPT[:length]
     scene.add("p", prompt, stored=STORED)
     consumer.decode("d", prompt, scene.node.answer("p").params, scene.node)
-    assert (consumer.engine.counted("peer_loads"), consumer.engine.counted("local_recomputes")) == (
+    assert (
+        consumer.engine.counted("peer_loads"),
+        consumer.engine.counted("local_recomputes"),
+    ) == (
         1,
         0,
     )
@@ -192,7 +215,9 @@ def test_a_prefill_that_goes_on_is_offered_from_its_next_step_on(
     scene.node.step()
     assert not scene.seen
     scene.node.step()
-    assert [(one.request_id, one.num_tokens) for one in scene.seen] == [("p", len(PROMPT))]
+    assert [(one.request_id, one.num_tokens) for one in scene.seen] == [
+        ("p", len(PROMPT))
+    ]
 
 
 @promise(1)
@@ -217,7 +242,9 @@ def test_prompts_that_share_what_was_to_be_loaded_are_not_read_before_it_is_comp
     scene.add("d", prompts[3])
     consumer: Node = make("kv_consumer", num_blocks=60)
     for index, name in enumerate("abcd"):
-        consumer.decode(f"{name}'", prompts[index], scene.node.answer(name).params, scene.node)
+        consumer.decode(
+            f"{name}'", prompts[index], scene.node.answer(name).params, scene.node
+        )
     assert scene.node.answer("d").params is not None
     scene.node.until(scene.is_over)
 
@@ -240,7 +267,9 @@ def test_a_prompt_is_not_hit_whose_load_failed_and_that_nobody_computes_again(
     scene.node.until(scene.is_over)
 
 
-def test_a_prompt_that_is_preempted_before_the_answer_is_computed_again(make: Any) -> None:
+def test_a_prompt_that_is_preempted_before_the_answer_is_computed_again(
+    make: Any,
+) -> None:
     """vLLM does not look for it then: it has no blocks any more. Its answer is delivered all the same."""
     scene = StoreProducer(make, overlap=True, max_step_tokens=64)
     scene.add("p", stored=STORED, fails=True)
@@ -253,10 +282,14 @@ def test_a_prompt_that_is_preempted_before_the_answer_is_computed_again(make: An
 
 @promise(3)
 @pytest.mark.parametrize("max_step_tokens", [64, 256])
-def test_a_report_that_comes_too_late_ends_the_lease(make: Any, max_step_tokens: int) -> None:
+def test_a_report_that_comes_too_late_ends_the_lease(
+    make: Any, max_step_tokens: int
+) -> None:
     """vLLM's contract wants it with the step's output. What was read meanwhile is lost, but nothing more is read."""
     shelf = Shelf(tokens={"p": STORED}, broken={"p"}, late=True)
-    producer: Node = make("kv_producer", **beside_a_store(shelf), max_step_tokens=max_step_tokens)
+    producer: Node = make(
+        "kv_producer", **beside_a_store(shelf), max_step_tokens=max_step_tokens
+    )
     shelf.serve(producer)
     producer.model.poison()
     producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=4)
@@ -264,7 +297,9 @@ def test_a_report_that_comes_too_late_ends_the_lease(make: Any, max_step_tokens:
     producer.until(lambda: producer.engine.is_whole)
 
 
-def test_a_request_is_settled_when_every_load_that_it_may_have_hit_is_answered() -> None:
+def test_a_request_is_settled_when_every_load_that_it_may_have_hit_is_answered() -> (
+    None
+):
     """Compared with a model: a step is answered at the latest when so many more have been scheduled."""
     rng = random.Random(5)
     for max_steps in (1, 2, 4):
@@ -287,7 +322,9 @@ def test_a_request_is_settled_when_every_load_that_it_may_have_hit_is_answered()
                 loads.append(step)
             requests.begin_step(loads=has_loads)
             for name, since in admitted.items():
-                open_loads = [load for load in loads if load <= since and step < load + max_steps]
+                open_loads = [
+                    load for load in loads if load <= since and step < load + max_steps
+                ]
                 is_unsettled = requests.is_unsettled(entries[name])
                 assert is_unsettled == bool(open_loads), (max_steps, step, name)
                 assert requests.may_be_any or not is_unsettled
@@ -314,7 +351,9 @@ class Draw:
             prompt = list(rng.choice(list(prompts.values())))
         stored = rng.choice([0, 0, 16, 32, 64, 96, len(prompt)])
         max_tokens = rng.choice([1, 1, 1, 1, 3])
-        self.scene.add(name, prompt, stored=stored, fails=rng.random() < 0.5, max_tokens=max_tokens)
+        self.scene.add(
+            name, prompt, stored=stored, fails=rng.random() < 0.5, max_tokens=max_tokens
+        )
         if rng.random() < 0.7:
             ask(self.scene.node, name, prompt, number=number + 1)
 
@@ -353,7 +392,9 @@ def test_no_byte_is_ever_believed_that_was_not_computed(
 
 @promise(1)
 @pytest.mark.parametrize("seed", [3481989823, 1, 2])
-def test_a_block_that_is_filled_after_the_report_is_not_hit(make: Any, seed: int) -> None:
+def test_a_block_that_is_filled_after_the_report_is_not_hit(
+    make: Any, seed: int
+) -> None:
     """In the first of these lives a request goes on from a wrong beginning and fills a block that was half full when
     vLLM was told; another one, with the same prompt, arrives after that."""
     drawn = Draw(make, seed, "recompute", overlap=True)

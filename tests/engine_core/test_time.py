@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.port import DescriptorRows, LocalDescriptors, Transfer, TransferState
+from kvferry.worker.fabric.port import (
+    DescriptorRows,
+    LocalDescriptors,
+    Transfer,
+    TransferState,
+)
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
@@ -79,7 +84,9 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize(
-    "config", [{}, {"tp": 2, "overlap": True}], ids=["one worker", "two workers, overlapping"]
+    "config",
+    [{}, {"tp": 2, "overlap": True}],
+    ids=["one worker", "two workers, overlapping"],
 )
 def test_a_load_that_hangs_costs_its_deadline_and_its_blocks_until_it_is_dead(
     make: Any, hanging: Hanging, policy: str, config: dict[str, Any]
@@ -111,7 +118,9 @@ def test_a_load_that_hangs_costs_its_deadline_and_its_blocks_until_it_is_dead(
     consumer.until(lambda: consumer.engine.is_whole)
     assert consumer.engine.counted("failed_loads", "deadline") == config.get("tp", 1)
     assert consumer.engine.counted("failed_requests") == (policy == "fail")
-    assert consumer.engine.counted("local_recomputes", "load_failed") == (policy == "recompute")
+    assert consumer.engine.counted("local_recomputes", "load_failed") == (
+        policy == "recompute"
+    )
     assert not consumer.engine.counted("aborted_loads")
 
 

@@ -46,12 +46,16 @@ LOADED = [
 _DECODER = msgspec.json.Decoder(AnyEvent)
 
 
-def events_of(folder: Path, node: Any, part: ProcessRole = ProcessRole.SCHEDULER) -> list[Any]:
+def events_of(
+    folder: Path, node: Any, part: ProcessRole = ProcessRole.SCHEDULER
+) -> list[Any]:
     """The events of a node that is closed, in the order of its files; all places of its workers together."""
     engine_id = node.engine.config.kv_transfer_config.engine_id
     found: list[Any] = []
     for path in sorted(folder.iterdir()):
-        started, *events = (_DECODER.decode(line) for line in path.read_bytes().splitlines())
+        started, *events = (
+            _DECODER.decode(line) for line in path.read_bytes().splitlines()
+        )
         assert isinstance(started, ProcessStarted)
         if (started.engine_id, started.part) == (engine_id, part):
             found += events
@@ -66,7 +70,9 @@ def events_about(events: list[Any], request: str) -> list[str]:
 def _short(event: Any) -> str:
     shown = ("tokens", "how", "reason", "first_token", "stop_token", "good")
     reported = [
-        f" {name}={getattr(event, name)}" for name in shown if getattr(event, name, "") != ""
+        f" {name}={getattr(event, name)}"
+        for name in shown
+        if getattr(event, name, "") != ""
     ]
     return type(event).__name__ + "".join(reported)
 
@@ -92,7 +98,9 @@ def decode(node: Any, name: str, prompt: list[int], params: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, {"tp": 2, "overlap": True}], ids=["one worker", "two workers, overlapping"]
+    "shape",
+    [{}, {"tp": 2, "overlap": True}],
+    ids=["one worker", "two workers, overlapping"],
 )
 def test_a_handover_is_recorded_by_both_schedulers_and_by_every_worker_of_the_consumer(
     make: Any, folder: Path, extra: dict[str, Any], shape: dict[str, Any]
@@ -121,7 +129,9 @@ def test_a_handover_is_recorded_by_both_schedulers_and_by_every_worker_of_the_co
     assert isinstance(arrived, DecodeArrived)
     assert (arrived.lease, arrived.remote_request) == (lease_of(params), "p")
     assert arrived.producer == producer.engine.config.kv_transfer_config.engine_id
-    assert [event.at_ns for event in handover] == sorted(event.at_ns for event in handover)
+    assert [event.at_ns for event in handover] == sorted(
+        event.at_ns for event in handover
+    )
     assert arrived.at_ns < prefill[-1].at_ns
 
     loads = events_of(folder, consumer, ProcessRole.WORKER)
@@ -165,11 +175,15 @@ def test_a_prompt_that_came_again_says_why_it_is_computed_and_of_which_lease(
         "DecodeScheduled",
         "Finished",
     ]
-    leases = {event.request: event.lease for event in events if isinstance(event, Recomputed)}
+    leases = {
+        event.request: event.lease for event in events if isinstance(event, Recomputed)
+    }
     assert leases == {"d2": lease_of(params), "d3": None}
 
 
-def test_a_load_that_failed_says_where(make: Any, folder: Path, extra: dict[str, Any]) -> None:
+def test_a_load_that_failed_says_where(
+    make: Any, folder: Path, extra: dict[str, Any]
+) -> None:
     producer, consumer = (
         make("kv_producer"),
         make("kv_consumer", extra={**extra, "handshake_timeout_s": 0.3}),
@@ -192,11 +206,17 @@ def test_a_load_that_failed_says_where(make: Any, folder: Path, extra: dict[str,
     assert [one.stage for one in load.stages] == ["queued", "connecting"]
 
 
-def test_leases_say_how_they_ended(make: Any, folder: Path, extra: dict[str, Any]) -> None:
-    producer = make("kv_producer", overlap=True, extra={**extra, "kv_lease_duration": 0.1})
+def test_leases_say_how_they_ended(
+    make: Any, folder: Path, extra: dict[str, Any]
+) -> None:
+    producer = make(
+        "kv_producer", overlap=True, extra={**extra, "kv_lease_duration": 0.1}
+    )
     producer.prefill("unclaimed", PROMPT)
     producer.until(lambda: producer.engine.is_whole)
-    producer.engine.add("aborted", tokens(50, seed=3), {"do_remote_decode": True}, max_tokens=1)
+    producer.engine.add(
+        "aborted", tokens(50, seed=3), {"do_remote_decode": True}, max_tokens=1
+    )
     producer.step()
     producer.engine.abort("aborted")
     producer.until(lambda: producer.engine.is_whole)
@@ -214,11 +234,18 @@ def test_leases_say_how_they_ended(make: Any, folder: Path, extra: dict[str, Any
 def test_a_request_that_is_aborted_before_its_load_or_in_it_has_an_end(
     make: Any, folder: Path, extra: dict[str, Any]
 ) -> None:
-    producer, consumer = make("kv_producer", extra=extra), make("kv_consumer", extra=extra)
+    producer, consumer = (
+        make("kv_producer", extra=extra),
+        make("kv_consumer", extra=extra),
+    )
     other = tokens(100, seed=2)
-    consumer.engine.add("waiting", PROMPT, producer.prefill("p1", PROMPT), max_tokens=COUNT)
+    consumer.engine.add(
+        "waiting", PROMPT, producer.prefill("p1", PROMPT), max_tokens=COUNT
+    )
     consumer.engine.abort("waiting")
-    consumer.engine.add("loading", other, producer.prefill("p2", other), max_tokens=COUNT)
+    consumer.engine.add(
+        "loading", other, producer.prefill("p2", other), max_tokens=COUNT
+    )
     first = consumer.engine.schedule()
     consumer.engine.abort("loading")
     consumer.engine.finish(first)
@@ -251,14 +278,18 @@ def test_the_steps_of_a_prompt_that_is_read_meanwhile_are_recorded_under_its_fir
     lease = TracedLease(boot=params.kvferry.boot, epoch=params.kvferry.lease_epoch)
     producer.engine.preempt("p", drops_output=True)
     assert producer.answer("p").params is not None
-    producer.engine.connector.scheduler_side.leases.release(streamed.lease_of(producer).name)
+    producer.engine.connector.scheduler_side.leases.release(
+        streamed.lease_of(producer).name
+    )
     producer.until(lambda: streamed.is_over(producer))
     producer.close()
     opened, *steps, given, over = events_of(folder, producer)[1:]
     assert {event.lease for event in (opened, *steps, given, over)} == {lease}
     assert all(isinstance(step, PrefillStep) for step in steps)
     assert [step.tokens for step in steps] == [128, 192, 200]
-    assert producer.engine.counted("stream_restarts") == 1, "the answer's params name another epoch"
+    assert producer.engine.counted("stream_restarts") == 1, (
+        "the answer's params name another epoch"
+    )
     assert steps[-1].tokens == len(streamed.PROMPT)
     assert [given.at_ns, over.at_ns] == sorted([given.at_ns, over.at_ns])
 
@@ -304,7 +335,9 @@ def test_a_load_that_follows_a_prefill_says_what_it_read_when() -> None:
         stop_token=1, begun_ns=2 * 10**9 + 5, ended_ns=25 * 10**8 + 5
     )
     assert (event.early_bytes, event.restarts) == (7, 2)
-    assert _DECODER.decode(msgspec.json.encode(event)) == event, "as many as a reader takes"
+    assert _DECODER.decode(msgspec.json.encode(event)) == event, (
+        "as many as a reader takes"
+    )
 
 
 def test_an_engine_that_traces_nothing_has_no_thread_for_it_and_makes_no_event(
@@ -314,7 +347,13 @@ def test_an_engine_that_traces_nothing_has_no_thread_for_it_and_makes_no_event(
         raise AssertionError("an event was made")
 
     scheduler = ("PrefillArrived", "PrefillScheduled", "PrefillStep", "ParamsGiven")
-    for name in (*scheduler, "DecodeArrived", "LoadOrdered", "LoadReported", "Finished"):
+    for name in (
+        *scheduler,
+        "DecodeArrived",
+        "LoadOrdered",
+        "LoadReported",
+        "Finished",
+    ):
         monkeypatch.setattr(f"kvferry.connector.tracing.scheduler_events.{name}", made)
     monkeypatch.setattr("kvferry.connector.tracing.worker_events.LoadEnded", made)
     producer, consumer = make("kv_producer"), make("kv_consumer")
@@ -326,6 +365,8 @@ def test_an_engine_that_traces_nothing_has_no_thread_for_it_and_makes_no_event(
     }
 
 
-def test_a_folder_that_cannot_be_used_stops_the_start(make: Any, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_stops_the_start(
+    make: Any, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidConfig, match=r"trace_dir is .*/missing/traces"):
         make("kv_producer", extra={"trace_dir": str(tmp_path / "missing" / "traces")})

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("opentelemetry.sdk", reason="the OpenTelemetry SDK is not installed")
+pytest.importorskip(
+    "opentelemetry.sdk", reason="the OpenTelemetry SDK is not installed"
+)
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -70,13 +72,18 @@ def test_both_engines_spans_are_children_of_the_requests_span(
     assert lease.attributes is not None
     assert handover.attributes is not None
     assert lease.attributes["kvferry.lease"] == handover.attributes["kvferry.lease"]
-    assert (lease.attributes["kvferry.how"], handover.attributes["kvferry.outcome"]) == (
+    assert (
+        lease.attributes["kvferry.how"],
+        handover.attributes["kvferry.outcome"],
+    ) == (
         "done",
         "loaded",
     )
     loads = spans["kvferry.load"]
     workers = shape.get("tp", 1)
-    assert {(load.attributes or {})["kvferry.worker"] for load in loads} == set(range(workers))
+    assert {(load.attributes or {})["kvferry.worker"] for load in loads} == set(
+        range(workers)
+    )
     for child in (wait, *loads):
         assert child.parent == handover.context
     for stage in Stage:

@@ -21,7 +21,8 @@ def test_an_unclaimed_offer_ends_with_its_time_and_is_not_counted_as_a_lost_prom
     begin: Any,
 ) -> None:
     _, decoder, talk = begin(
-        decoder={"extra": {"decoder_kv_blocks_ttl": 0.3, "kv_lease_duration": 60}}, first=False
+        decoder={"extra": {"decoder_kv_blocks_ttl": 0.3, "kv_lease_duration": 60}},
+        first=False,
     )
     started_s = time.monotonic()
     talk.say(FIRST)
@@ -47,11 +48,15 @@ def test_offers_give_way_to_requests_that_need_their_blocks(make_both: Any) -> N
     talks[-1].say(MORE)
     assert prefiller.engine.counted("turn_loads") == 1
     talks[0].say(MORE)
-    assert prefiller.engine.counted("local_recomputes", "load_failed") == 1, "the oldest went first"
+    assert prefiller.engine.counted("local_recomputes", "load_failed") == 1, (
+        "the oldest went first"
+    )
 
 
 @pytest.mark.parametrize(
-    "passed_over", [False, True], ids=["alone", "behind a small one that is passed over"]
+    "passed_over",
+    [False, True],
+    ids=["alone", "behind a small one that is passed over"],
 )
 def test_offers_give_way_to_a_request_that_needs_all_of_their_blocks(
     begin: Any, passed_over: bool
@@ -93,7 +98,9 @@ def claim(talk: Conversation) -> None:
 def test_an_offer_that_a_waiting_prefill_has_claimed_is_evicted_only_when_nothing_else_helps(
     begin: Any,
 ) -> None:
-    prefiller, decoder, talk = begin(prefiller={"num_blocks": 16}, decoder={"num_blocks": 33})
+    prefiller, decoder, talk = begin(
+        prefiller={"num_blocks": 16}, decoder={"num_blocks": 33}
+    )
     claim(talk)
     decoder.engine.add("fits", tokens(350, seed=9), max_tokens=2)
     decoder.answer("fits")
@@ -118,7 +125,9 @@ def test_a_running_request_waits_for_the_blocks_of_an_offer_and_is_not_preempted
 
     def report(outputs: Any) -> Any:
         whole = aggregate(outputs)
-        reported = whole.kv_connector_output.kv_connector_worker_meta or FerryWorkerMetadata()
+        reported = (
+            whole.kv_connector_output.kv_connector_worker_meta or FerryWorkerMetadata()
+        )
         ended.update(reported.over.get(0, ()))
         reported.over = {0: frozenset() if are_late else frozenset(ended)}
         whole.kv_connector_output.kv_connector_worker_meta = reported
@@ -127,7 +136,10 @@ def test_a_running_request_waits_for_the_blocks_of_an_offer_and_is_not_preempted
         return whole
 
     prompts = {"a": tokens(32, seed=8), "b": tokens(31, seed=9)}
-    requests = [decoder.engine.add(name, prompt, max_tokens=24) for name, prompt in prompts.items()]
+    requests = [
+        decoder.engine.add(name, prompt, max_tokens=24)
+        for name, prompt in prompts.items()
+    ]
     monkeypatch.setattr(decoder.aggregator, "aggregate", report)
     decoder.until(lambda: decoder.engine.free_blocks == 0)
     decoder.step()
@@ -143,7 +155,9 @@ def test_a_running_request_waits_for_the_blocks_of_an_offer_and_is_not_preempted
 def test_a_request_that_waits_is_not_taken_to_need_more_of_a_window_than_it_can_hold(
     begin: Any,
 ) -> None:
-    _, decoder, _ = begin(prefiller={"window": 48}, decoder={"num_blocks": 100, "window": 48})
+    _, decoder, _ = begin(
+        prefiller={"window": 48}, decoder={"num_blocks": 100, "window": 48}
+    )
     for name, length in (("first", 140), ("waits", 480)):
         decoder.engine.add(name, tokens(length, seed=length), max_tokens=2)
     decoder.step()

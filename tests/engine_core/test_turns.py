@@ -21,7 +21,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-ROLES = {"kv_both": ("kv_both", "kv_both"), "a role each": ("kv_producer", "kv_consumer")}
+ROLES = {
+    "kv_both": ("kv_both", "kv_both"),
+    "a role each": ("kv_producer", "kv_consumer"),
+}
 
 
 @pytest.mark.parametrize("roles", ROLES.values(), ids=ROLES)
@@ -34,7 +37,10 @@ def test_a_second_turn_moves_only_what_the_first_did_not_in_either_direction(
     talk.say(FIRST)
     assert (blocks(prefiller), blocks(decoder)) == (0, 7)
     assert talk.offer is not None
-    assert (talk.offer["do_remote_decode"], talk.offer["do_remote_prefill"]) == (True, False)
+    assert (talk.offer["do_remote_decode"], talk.offer["do_remote_prefill"]) == (
+        True,
+        False,
+    )
     assert talk.offer["remote_num_tokens"] == 100 + COUNT - 1, (
         "the token that was sampled last has no cache"
     )
@@ -89,9 +95,13 @@ def test_an_answer_that_was_aborted_is_not_offered(begin: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "reads", [True, False], ids=["while it reads the last turn", "before it was scheduled"]
+    "reads",
+    [True, False],
+    ids=["while it reads the last turn", "before it was scheduled"],
 )
-def test_a_prefill_that_is_aborted_leaves_both_engines_whole(begin: Any, reads: bool) -> None:
+def test_a_prefill_that_is_aborted_leaves_both_engines_whole(
+    begin: Any, reads: bool
+) -> None:
     prefiller, decoder, talk = begin()
     prefiller.engine.add("p2", [*talk.text, *MORE], talk.offer, max_tokens=1)
     if reads:
@@ -123,7 +133,9 @@ def test_what_a_prefiller_does_not_read_is_computed_and_given_back(
     assert decoder.engine.counted("turns_offered") == 2
 
 
-def test_siblings_of_an_answer_make_one_offer_since_they_have_one_response(begin: Any) -> None:
+def test_siblings_of_an_answer_make_one_offer_since_they_have_one_response(
+    begin: Any,
+) -> None:
     _, decoder, talk = begin(first=False)
     talk.text = FIRST
     params = talk.prefill("p")
@@ -136,7 +148,9 @@ def test_siblings_of_an_answer_make_one_offer_since_they_have_one_response(begin
     assert decoder.engine.counted("turns_offered") == 1
 
 
-def test_the_turns_of_one_engine_are_in_its_own_cache_and_free_at_once(make_both: Any) -> None:
+def test_the_turns_of_one_engine_are_in_its_own_cache_and_free_at_once(
+    make_both: Any,
+) -> None:
     prefiller, both = make_both(), make_both()
     talk = Conversation(prefiller, both)
     talk.say(FIRST)
@@ -153,8 +167,14 @@ BAD: dict[str, Any] = {
         lambda offer: offer["remote_block_ids"][0].append("x"),
         "invalid_params",
     ),
-    "with other blocks": (lambda offer: offer["remote_block_ids"][0].reverse(), "load_failed"),
-    "from another host": (lambda offer: offer.update(remote_host="localhost"), "load_failed"),
+    "with other blocks": (
+        lambda offer: offer["remote_block_ids"][0].reverse(),
+        "load_failed",
+    ),
+    "from another host": (
+        lambda offer: offer.update(remote_host="localhost"),
+        "load_failed",
+    ),
 }
 
 
@@ -168,7 +188,9 @@ def test_an_offer_that_cannot_be_used_costs_a_computation_and_no_lease(
     change(talk.offer)
     talk.say(MORE)
     assert prefiller.engine.counted("local_recomputes", reason) == 1
-    assert decoder.engine.counted("local_recomputes") == 0, "the second turn was handed over"
+    assert decoder.engine.counted("local_recomputes") == 0, (
+        "the second turn was handed over"
+    )
 
 
 def test_without_the_option_no_answer_is_offered(begin: Any) -> None:

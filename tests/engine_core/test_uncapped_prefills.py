@@ -16,7 +16,13 @@ GENERATED = 30
 REMOTE_DECODE = {"do_remote_decode": True}
 KINDS = pytest.mark.parametrize(
     "config",
-    [{}, {"overlap": True}, {"max_step_tokens": 64}, {"window": 48, "num_blocks": 60}, {"tp": 2}],
+    [
+        {},
+        {"overlap": True},
+        {"max_step_tokens": 64},
+        {"window": 48, "num_blocks": 60},
+        {"tp": 2},
+    ],
     ids=["plain", "overlapping steps", "in chunks", "windows", "two workers"],
 )
 
@@ -32,7 +38,9 @@ def prefill(producer: Node, name: str) -> dict[str, Any]:
 
 
 @KINDS
-def test_its_whole_prompt_is_loaded_and_its_lease_ends(make: Any, config: dict[str, Any]) -> None:
+def test_its_whole_prompt_is_loaded_and_its_lease_ends(
+    make: Any, config: dict[str, Any]
+) -> None:
     producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
     params = prefill(producer, "p")
     assert params["remote_num_tokens"] == len(PROMPT)
@@ -60,11 +68,18 @@ def test_with_both_legs_at_once_its_prompt_is_loaded_while_it_generates(
     check(consumer, decode, PROMPT)
     assert producer.engine.answers[name].finish_reason is None
     assert consumer.engine.counted("loads") == 1
-    assert producer.answer(name).tokens == expected_tokens(PROMPT, GENERATED, producer.window)
-    until((producer, consumer), lambda: producer.engine.is_whole and consumer.engine.is_whole)
+    assert producer.answer(name).tokens == expected_tokens(
+        PROMPT, GENERATED, producer.window
+    )
+    until(
+        (producer, consumer),
+        lambda: producer.engine.is_whole and consumer.engine.is_whole,
+    )
 
 
-def test_one_that_is_aborted_while_it_generates_gives_its_blocks_back(make: Any) -> None:
+def test_one_that_is_aborted_while_it_generates_gives_its_blocks_back(
+    make: Any,
+) -> None:
     producer = make("kv_producer")
     producer.engine.add("p", PROMPT, REMOTE_DECODE, max_tokens=GENERATED)
     for _ in range(5):

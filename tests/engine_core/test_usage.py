@@ -96,21 +96,28 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_cached_tokens_are_those_of_the_producer(
     make: Any, legs: Any, producer_has: int, consumer_has: int, kind: str
 ) -> None:
-    producer, consumer = make("kv_producer", **KINDS[kind]), make("kv_consumer", **KINDS[kind])
+    producer, consumer = (
+        make("kv_producer", **KINDS[kind]),
+        make("kv_consumer", **KINDS[kind]),
+    )
     for node, count in ((producer, producer_has), (consumer, consumer_has)):
         if count:
             node.engine.add("before", PROMPT[:count], max_tokens=1)
             node.answer("before")
     front, decode = legs(producer, consumer)
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode, PROMPT)
     cached, created = front.usage(decode)
     assert cached == producer_has
     assert created == 0, "what was loaded is not counted as new, as in turn"
     assert front.stats.prompt_token_stats.total == len(PROMPT)
     by_source = front.stats.prompt_token_stats
-    assert by_source.computed + by_source.local_cache_hit + by_source.external_kv_transfer == len(
-        PROMPT
+    assert (
+        by_source.computed + by_source.local_cache_hit + by_source.external_kv_transfer
+        == len(PROMPT)
     )
 
 
@@ -133,10 +140,14 @@ def test_a_producer_that_does_not_tell_leaves_the_count_to_vllm(
 ) -> None:
     """An older one, or one whose vLLM does not tell."""
     monkeypatch.setattr(
-        "kvferry.connector.scheduler_side.ticket_builder.cached_tokens_of", lambda request: None
+        "kvferry.connector.scheduler_side.ticket_builder.cached_tokens_of",
+        lambda request: None,
     )
     producer, consumer = make("kv_producer"), make("kv_consumer")
     front, decode = at_once(producer, consumer)
-    until((producer, consumer), lambda: consumer.engine.answers[decode].finish_reason is not None)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
     check(consumer, decode, PROMPT)
     assert front.usage(decode)[0] == len(PROMPT)

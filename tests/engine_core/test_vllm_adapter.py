@@ -38,17 +38,23 @@ def test_a_pool_that_does_not_keep_blocks_stops_the_start(
             UnsupportedVllm,
             match=r"KVCacheManager\.block_pool .* expected as in vLLM >=0\.32,<0\.33",
         ):
-            node.engine.connector.bind_kv_cache_manager(node.engine.scheduler.kv_cache_manager)
+            node.engine.connector.bind_kv_cache_manager(
+                node.engine.scheduler.kv_cache_manager
+            )
     for block in node.engine.scheduler.kv_cache_manager.block_pool.blocks:
         block.ref_cnt = 0  # of an attempt that failed half way
 
 
 def test_the_trial_leaves_the_pool_as_it_was(make: Any) -> None:
     manager = make("kv_producer").engine.scheduler.kv_cache_manager
-    before = [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()]
+    before = [
+        block.block_id
+        for block in manager.block_pool.free_block_queue.get_all_free_blocks()
+    ]
     EngineBlocks().bind(manager)
     assert [
-        block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()
+        block.block_id
+        for block in manager.block_pool.free_block_queue.get_all_free_blocks()
     ] == before
     assert all(block.ref_cnt == 0 for block in manager.block_pool.blocks[1:])
 
@@ -66,7 +72,11 @@ def test_without_vllms_count_of_needed_blocks_prompts_are_served_and_leases_are_
         prefill(node, "p", tokens(100))
         node.engine.step()
     text = "lease eviction disabled: this vLLM does not count the blocks of a request"
-    found = {record.getMessage() for record in caplog.records if "disabled" in record.getMessage()}
+    found = {
+        record.getMessage()
+        for record in caplog.records
+        if "disabled" in record.getMessage()
+    }
     assert found == {f"{text} (TypeError('no such argument: prefill_end'))"}
     assert node.engine.counted("leases_released") == 0
 

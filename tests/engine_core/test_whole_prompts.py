@@ -39,10 +39,13 @@ PROMPTS = {
 
 @pytest.mark.parametrize("case", PROMPTS)
 @pytest.mark.usefixtures("not_causal")
-def test_only_the_whole_prompt_is_taken_and_for_no_other_prompt(make: Any, case: str) -> None:
+def test_only_the_whole_prompt_is_taken_and_for_no_other_prompt(
+    make: Any, case: str
+) -> None:
     asked, loads = PROMPTS[case]
     producer, consumer = (
-        make(role, num_blocks=80, max_tokens=1024) for role in ("kv_producer", "kv_consumer")
+        make(role, num_blocks=80, max_tokens=1024)
+        for role in ("kv_producer", "kv_consumer")
     )
     params = producer.prefill("p", PROMPT)
     consumer.engine.add("d", asked, params, max_tokens=COUNT)
@@ -53,7 +56,8 @@ def test_only_the_whole_prompt_is_taken_and_for_no_other_prompt(make: Any, case:
 
 def test_of_causal_models_what_prompts_share_is_taken(make: Any) -> None:
     producer, consumer = (
-        make(role, num_blocks=80, max_tokens=1024) for role in ("kv_producer", "kv_consumer")
+        make(role, num_blocks=80, max_tokens=1024)
+        for role in ("kv_producer", "kv_consumer")
     )
     asked = PROMPTS["a chunk more"][0]
     consumer.engine.add("d", asked, producer.prefill("p", PROMPT), max_tokens=COUNT)
@@ -62,7 +66,9 @@ def test_of_causal_models_what_prompts_share_is_taken(make: Any) -> None:
 
 
 @pytest.mark.usefixtures("not_causal")
-def test_answers_are_not_offered_and_prompts_not_read_while_they_are_computed(make: Any) -> None:
+def test_answers_are_not_offered_and_prompts_not_read_while_they_are_computed(
+    make: Any,
+) -> None:
     node = make("kv_both", extra=TURNS)
     side = node.engine.connector.scheduler_side
     assert not side.channel.local.offers_turns

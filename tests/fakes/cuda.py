@@ -99,7 +99,11 @@ class FakeCuda:
         self._models: list[FakeStream] = []
         self.streams: list[FakeStream] = []
         self.device = FakeDevice(self)
-        self._local.device, self._local.is_set, self._local.has_context = index, True, True
+        self._local.device, self._local.is_set, self._local.has_context = (
+            index,
+            True,
+            True,
+        )
 
     # For tests.
 
@@ -208,14 +212,21 @@ class FakeCuda:
             Rule.FIRST_USE: makes and is_later,
         }
         call = Call(
-            name, threading.current_thread().name, getattr(self._local, "device", 0), stream.name
+            name,
+            threading.current_thread().name,
+            getattr(self._local, "device", 0),
+            stream.name,
         )
         with self.lock:
             self.calls.append(call)
             self.broken += [
-                (rule, call) for rule, is_broken in verdicts.items() if is_broken or rule is breaks
+                (rule, call)
+                for rule, is_broken in verdicts.items()
+                if is_broken or rule is breaks
             ]
-            self.broken += [(rule, call) for rule in {breaks} - verdicts.keys() if rule is not None]
+            self.broken += [
+                (rule, call) for rule in {breaks} - verdicts.keys() if rule is not None
+            ]
         self._local.has_context = True
 
     def has_context(self) -> bool:
@@ -287,7 +298,9 @@ class FakeEvent:
 
     def query(self) -> bool:
         stream = self._stream
-        self._cuda.record("query", stream, breaks=Rule.UNRECORDED if stream is None else None)
+        self._cuda.record(
+            "query", stream, breaks=Rule.UNRECORDED if stream is None else None
+        )
         is_passed = self._is_passed
         if stream is not None:
             self._cuda.asked[stream.name] += 1

@@ -83,13 +83,18 @@ class FakeDevice(Device):
         for memory in memories:
             first, last = memory.data_ptr(), memory.data_ptr() + memory.nbytes
             if any(
-                first < one.data_ptr() + one.nbytes and one.data_ptr() < last for one in self._fresh
+                first < one.data_ptr() + one.nbytes and one.data_ptr() < last
+                for one in self._fresh
             ):
                 self.cuda.record("work", breaks=Rule.MEMORY)
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
+    def copy(
+        self, to: torch.Tensor, source: torch.Tensor, *, non_blocking: bool
+    ) -> None:
         """What `Tensor.copy_` does."""
-        hosts = [memory for memory in (to, source) if not isinstance(memory, _FakeTensor)]
+        hosts = [
+            memory for memory in (to, source) if not isinstance(memory, _FakeTensor)
+        ]
         is_async = non_blocking and all(map(self.is_pinned, hosts))
         self.cuda.record("copy", works=True, waits=not is_async)
         stream, there, here = (
@@ -115,8 +120,14 @@ class FakeDevice(Device):
         self, *, num_programs: int, converts: bool, tile: int, **tables: torch.Tensor
     ) -> None:
         """The relayout's kernel. A variant is compiled and loaded when it is first launched."""
-        plain = {name: table.as_subclass(torch.Tensor) for name, table in tables.items()}
-        variant = (converts, tile, *(table.data_ptr() % 16 == 0 for table in plain.values()))
+        plain = {
+            name: table.as_subclass(torch.Tensor) for name, table in tables.items()
+        }
+        variant = (
+            converts,
+            tile,
+            *(table.data_ptr() % 16 == 0 for table in plain.values()),
+        )
         self.cuda.record("launch", works=True, makes=variant not in self._variants)
         self._variants.add(variant)
 
@@ -124,18 +135,25 @@ class FakeDevice(Device):
             self.check_fresh(list(plain.values()))
             if not converts:
                 programs, pieces, shapes, units = (
-                    plain[name].numpy() for name in ("programs", "pieces", "shapes", "units")
+                    plain[name].numpy()
+                    for name in ("programs", "pieces", "shapes", "units")
                 )
                 try:
                     for piece in np.unique(programs[:num_programs] & _LOWER).tolist():
                         self._move(pieces[4 * piece : 4 * piece + 4], shapes, units)
-                except (IndexError, ValueError):  # a table that is not that of this launch
+                except (
+                    IndexError,
+                    ValueError,
+                ):  # a table that is not that of this launch
                     self.cuda.record("kernel", breaks=Rule.ADDRESS)
 
         self.cuda.current_stream().add(work)
 
     def _move(
-        self, piece: NDArray[np.int64], shapes: NDArray[np.int64], units: NDArray[np.int64]
+        self,
+        piece: NDArray[np.int64],
+        shapes: NDArray[np.int64],
+        units: NDArray[np.int64],
     ) -> None:
         """Every chunk of a piece, by the columns that `device_table` describes."""
         chunks, row, first_unit = (
@@ -146,15 +164,23 @@ class FakeDevice(Device):
         if chunks >> 31:
             raise IndexError
         shape = shapes[12 * row : 12 * row + 12]
-        rest, here, there = np.arange(chunks), np.full(chunks, piece[0]), np.full(chunks, piece[1])
+        rest, here, there = (
+            np.arange(chunks),
+            np.full(chunks, piece[0]),
+            np.full(chunks, piece[1]),
+        )
         for divisor, strides in shape[2:].reshape(-1, 2):
             rest, index = np.divmod(rest, -divisor & _LOWER)
             here += index * (strides & _LOWER)
             there += index * (strides >> 32 & _LOWER)
-        offsets = units[2 * first_unit : 2 * (first_unit + int(rest.max()) + 1)].reshape(-1, 2)[
-            rest
-        ]
-        here, there, width = here + offsets[:, 0], there + offsets[:, 1], int(shape[0] & 31)
+        offsets = units[
+            2 * first_unit : 2 * (first_unit + int(rest.max()) + 1)
+        ].reshape(-1, 2)[rest]
+        here, there, width = (
+            here + offsets[:, 0],
+            there + offsets[:, 1],
+            int(shape[0] & 31),
+        )
         ranges = [(one.data_ptr(), one.nbytes) for one in self._memory] + list(
             self.cuda.registered.items()
         )
@@ -173,7 +199,9 @@ class _FakeTensor(torch.Tensor):
     device_memory: FakeDevice
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name, kwargs, memory = func.__name__, kwargs or {}, cls.device_memory
         with torch._C.DisableTorchFunctionSubclass():
             if name in _READS:
@@ -182,14 +210,18 @@ class _FakeTensor(torch.Tensor):
             elif name == "copy_":
                 to, source, *rest = args
                 memory.copy(
-                    to, source, non_blocking=kwargs.get("non_blocking", bool(rest and rest[0]))
+                    to,
+                    source,
+                    non_blocking=kwargs.get("non_blocking", bool(rest and rest[0])),
                 )
                 return to
             elif name == "zero_":
                 memory.fill(args[0])
                 return args[0]
             elif name not in _VIEWS:
-                raise AssertionError(f"the stand-in does not know {name} of device memory")
+                raise AssertionError(
+                    f"the stand-in does not know {name} of device memory"
+                )
             found = func(*args, **kwargs)
             if name in _READS:
                 return (
@@ -197,7 +229,9 @@ class _FakeTensor(torch.Tensor):
                     if isinstance(found, torch.Tensor)
                     else found
                 )
-            return tuple(map(cls._there, found)) if name == "unbind" else cls._there(found)
+            return (
+                tuple(map(cls._there, found)) if name == "unbind" else cls._there(found)
+            )
 
     @classmethod
     def _there(cls, found: Any) -> Any:
@@ -214,7 +248,9 @@ def launch_relayout(*, programs: torch.Tensor, **tables: Any) -> None:
 def kernels() -> Iterator[None]:
     """On fake devices the relayout's kernel runs in numpy."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvferry.worker.relayout.triton_relayout.launch_relayout", launch_relayout)
+        patched.setattr(
+            "kvferry.worker.relayout.triton_relayout.launch_relayout", launch_relayout
+        )
         yield
 
 
@@ -229,7 +265,14 @@ def watched(cuda: FakeCuda, fabric: Fabric) -> Fabric:
 
         return with_context
 
-    for name in ("register", "add_peer", "prepare_local", "prepare_remote", "post_read", "poll"):
+    for name in (
+        "register",
+        "add_peer",
+        "prepare_local",
+        "prepare_remote",
+        "post_read",
+        "poll",
+    ):
         setattr(fabric, name, checked(name, getattr(fabric, name)))
     return fabric
 

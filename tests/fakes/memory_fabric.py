@@ -29,7 +29,11 @@ from kvferry.worker.fabric.errors import (
     PeerLost,
     TransferFailed,
 )
-from kvferry.worker.fabric.metadata_envelope import check_agent_name, open_metadata, wrap_metadata
+from kvferry.worker.fabric.metadata_envelope import (
+    check_agent_name,
+    open_metadata,
+    wrap_metadata,
+)
 from kvferry.worker.fabric.nixl_handles import check_index_pairs
 from kvferry.worker.fabric.port import (
     MAX_NOTIFICATION_BYTES,
@@ -45,7 +49,14 @@ from kvferry.worker.fabric.port import (
     TransferState,
     TransferTelemetry,
 )
-from tests.fakes.memory_network import Agent, AgentBody, Copy, MemoryNetwork, expand, lies_within
+from tests.fakes.memory_network import (
+    Agent,
+    AgentBody,
+    Copy,
+    MemoryNetwork,
+    expand,
+    lies_within,
+)
 
 __all__ = ["MemoryFabric", "MemoryNetwork"]
 
@@ -98,7 +109,9 @@ class MemoryFabric:
 
     def register(self, regions: Sequence[Region]) -> None:
         self._open("register")
-        refused = [region for region in regions if region.address <= 0 or region.length < 1]
+        refused = [
+            region for region in regions if region.address <= 0 or region.length < 1
+        ]
         if refused:
             raise FabricUnavailable("register", f"{refused[0]} was refused")
         self.registered += regions
@@ -113,7 +126,8 @@ class MemoryFabric:
             for region in self.registered
         )
         return wrap_metadata(
-            self.agent_name, msgspec.msgpack.encode(AgentBody(self._agent.incarnation, regions))
+            self.agent_name,
+            msgspec.msgpack.encode(AgentBody(self._agent.incarnation, regions)),
         )
 
     def add_peer(self, metadata: bytes) -> PeerAgent:
@@ -122,7 +136,9 @@ class MemoryFabric:
         peer = PeerAgent(name)
         if name == self.agent_name or peer in self._peers:
             raise InvalidMetadata(
-                "add peer", "the agent is this agent or known already; remove it first", peer
+                "add peer",
+                "the agent is this agent or known already; remove it first",
+                peer,
             )
         try:
             body = msgspec.msgpack.decode(raw, type=AgentBody)
@@ -131,7 +147,9 @@ class MemoryFabric:
         agent = self.network.agent_of(body)
         if agent is None or agent.name != name:
             raise InvalidMetadata("add peer", "no agent of this network made it", peer)
-        self._peers[peer] = _Peer(peer, agent, [Region(*region) for region in body.regions])
+        self._peers[peer] = _Peer(
+            peer, agent, [Region(*region) for region in body.regions]
+        )
         return peer
 
     def remove_peer(self, peer: PeerAgent) -> None:
@@ -144,10 +162,14 @@ class MemoryFabric:
     def prepare_local(self, rows: DescriptorRows) -> LocalDescriptors:
         self._open("prepare local")
         if not lies_within(rows, self.registered):
-            raise DescriptorOutOfRange("prepare local", "rows do not lie in registered regions")
+            raise DescriptorOutOfRange(
+                "prepare local", "rows do not lie in registered regions"
+            )
         return self._keep(_Local(rows))
 
-    def prepare_remote(self, peer: PeerAgent, rows: DescriptorRows) -> RemoteDescriptors:
+    def prepare_remote(
+        self, peer: PeerAgent, rows: DescriptorRows
+    ) -> RemoteDescriptors:
         self._open("prepare remote")
         entry = self._peer("prepare remote", self._peers.get(peer), peer)
         if not lies_within(rows, entry.regions):
@@ -167,7 +189,10 @@ class MemoryFabric:
         source, target = self._own(remote, _Remote), self._own(local, _Local)
         entry = self._peer("post read", source.entry, source.peer)
         check_index_pairs(target, local_indices, source, remote_indices)
-        into, out_of = target.descriptors[local_indices], source.descriptors[remote_indices]
+        into, out_of = (
+            target.descriptors[local_indices],
+            source.descriptors[remote_indices],
+        )
         if (into[:, 1] != out_of[:, 1]).any():
             raise InvalidFabricRequest(
                 "post read", "a pair of descriptors differs in length", source.peer
@@ -176,7 +201,12 @@ class MemoryFabric:
             entry.lost = True
             raise PeerLost("post read", "the peer is dead", entry.name)
         pieces = list(
-            zip(into[:, 0].tolist(), out_of[:, 0].tolist(), into[:, 1].tolist(), strict=True)
+            zip(
+                into[:, 0].tolist(),
+                out_of[:, 0].tolist(),
+                into[:, 1].tolist(),
+                strict=True,
+            )
         )
         transfer = self._keep(_Transfer(entry, self.network.start(entry.agent, pieces)))
         if not transfer.copy.complete:
@@ -188,7 +218,9 @@ class MemoryFabric:
         mine = self._own(transfer, _Transfer)
         if mine.failure is not None:
             if isinstance(mine.failure, TransferFailed) and mine.entry.lost:
-                mine.failure = PeerLost("poll", "it had failed, and then the peer died", mine.peer)
+                mine.failure = PeerLost(
+                    "poll", "it had failed, and then the peer died", mine.peer
+                )
             raise mine.failure
         copy = mine.copy
         if not copy.complete and not copy.owner.alive:
@@ -215,7 +247,10 @@ class MemoryFabric:
         )
 
     def release(self, handle: Transfer | LocalDescriptors | RemoteDescriptors) -> None:
-        if not isinstance(handle, (_Local, _Remote, _Transfer)) or handle not in self._handles:
+        if (
+            not isinstance(handle, (_Local, _Remote, _Transfer))
+            or handle not in self._handles
+        ):
             return
         self._handles.remove(handle)
         if isinstance(handle, _Transfer):
@@ -227,7 +262,9 @@ class MemoryFabric:
         self._open("notify")
         entry = self._peer("notify", self._peers.get(peer), peer)
         if len(message) > MAX_NOTIFICATION_BYTES:
-            raise InvalidFabricRequest("notify", f"the message has {len(message)} bytes", peer)
+            raise InvalidFabricRequest(
+                "notify", f"the message has {len(message)} bytes", peer
+            )
         self.network.deliver(self.agent_name, entry.agent, bytes(message))
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
@@ -241,7 +278,10 @@ class MemoryFabric:
         transfers = sum(isinstance(handle, _Transfer) for handle in self._handles)
         leaving = sum(peer.removed for peer in self._peers.values())
         return OpenHandles(
-            transfers, len(self._handles) - transfers, len(self._peers) - leaving, leaving
+            transfers,
+            len(self._handles) - transfers,
+            len(self._peers) - leaving,
+            leaving,
         )
 
     def close(self) -> None:
@@ -260,16 +300,21 @@ class MemoryFabric:
     def _peer(self, operation: str, entry: _Peer | None, peer: PeerAgent) -> _Peer:
         if entry is None or entry.removed or entry.lost:
             raise PeerLost(
-                operation, "the peer was removed, never added, or is known to be dead", peer
+                operation,
+                "the peer was removed, never added, or is known to be dead",
+                peer,
             )
         return entry
 
     def _own(
-        self, handle: Transfer | LocalDescriptors | RemoteDescriptors, kind: type[_Handle]
+        self,
+        handle: Transfer | LocalDescriptors | RemoteDescriptors,
+        kind: type[_Handle],
     ) -> _Handle:
         if not isinstance(handle, kind) or handle not in self._handles:
             raise InvalidFabricRequest(
-                "use handle", f"{type(handle).__name__} was released or is not of this fabric"
+                "use handle",
+                f"{type(handle).__name__} was released or is not of this fabric",
             )
         return handle
 
@@ -282,5 +327,9 @@ class MemoryFabric:
         self._forget_if_removed(transfer.entry)
 
     def _forget_if_removed(self, entry: _Peer) -> None:
-        if entry.removed and not entry.in_flight and self._peers.get(entry.name) is entry:
+        if (
+            entry.removed
+            and not entry.in_flight
+            and self._peers.get(entry.name) is entry
+        ):
             del self._peers[entry.name]

@@ -143,7 +143,8 @@ def lies_within(rows: DescriptorRows, regions: Sequence[Region]) -> bool:
             region.kind is rows.kind
             and region.device == device
             and region.address <= address
-            and address + (count - 1) * stride + length <= region.address + region.length
+            and address + (count - 1) * stride + length
+            <= region.address + region.length
             for region in regions
         )
         for address, length, device, stride, count in rows.rows.tolist()

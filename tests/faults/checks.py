@@ -29,7 +29,9 @@ def transfer(
 def until_over(consumer: EngineProcess, load: int, within_s: float) -> str | None:
     """The load's end; returns why it failed, or None when it is good, and then it has its bytes."""
     answer = consumer.answer(load, within_s)
-    assert answer["good"] or answer["reason"] is not None, "reported good without its bytes"
+    assert answer["good"] or answer["reason"] is not None, (
+        "reported good without its bytes"
+    )
     reason: str | None = answer["reason"]
     return reason
 
@@ -51,14 +53,18 @@ def until_idle(engine: EngineProcess, within_s: float) -> State:
         ) from None
     state = found[0]
     assert not state.broken, state.broken
-    assert set(THREADS) >= set(state.threads) >= {"kvferry-listener", "kvferry-side-channel"}, (
-        state.threads
-    )
+    assert (
+        set(THREADS)
+        >= set(state.threads)
+        >= {"kvferry-listener", "kvferry-side-channel"}
+    ), state.threads
     assert time.monotonic() - began_s <= within_s + SLACK_S
     return state
 
 
-def check_survivor(survivor: EngineProcess, before: State, within_s: float = SLACK_S) -> None:
+def check_survivor(
+    survivor: EngineProcess, before: State, within_s: float = SLACK_S
+) -> None:
     """Nothing more is in use than before the drill."""
     after = until_idle(survivor, within_s)
     assert after.threads == before.threads
@@ -103,7 +109,9 @@ def until_good(
     """
     deadline_s = time.monotonic() + within_s
     while True:
-        answer: dict[str, Any] = consumer.answer(consumer.load(producer.prefill(5, 3), 3))
+        answer: dict[str, Any] = consumer.answer(
+            consumer.load(producer.prefill(5, 3), 3)
+        )
         if answer["reason"] is None:
             assert answer["good"], "reported good without its bytes"
             until_idle(producer, SLACK_S)

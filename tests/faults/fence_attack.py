@@ -34,7 +34,10 @@ TOKENS, FIRST_PART = 11, 8
 Two blocks are the first part of a prompt that is read while it is computed."""
 
 LONG_TIMEOUTS = replace(
-    SETTINGS, load_timeout_s=TIMEOUT_S, handshake_timeout_s=TIMEOUT_S, mapped_reads=False
+    SETTINGS,
+    load_timeout_s=TIMEOUT_S,
+    handshake_timeout_s=TIMEOUT_S,
+    mapped_reads=False,
 )
 DIRECT = (SHAPE, replace(LONG_TIMEOUTS, staging_pool_bytes=0))
 STAGED = (
@@ -68,7 +71,12 @@ class Counts:
     followed: int = 0
 
     def add(
-        self, consumer: Engine, load: OrderedLoad, seed: int, *, was_changed: bool = False
+        self,
+        consumer: Engine,
+        load: OrderedLoad,
+        seed: int,
+        *,
+        was_changed: bool = False,
     ) -> None:
         """One load that is over; its blocks are as it left them.
 
@@ -93,10 +101,14 @@ def has_other_bytes(
     """Whether other bytes than promised are in the load's blocks; those from before it are none, unless it is good."""
     landed = checksum(consumer, load)
     is_untouched = landed == checksum(consumer, load, load.before)
-    return landed != promised_checksum(consumer, load, seed) and (is_good or not is_untouched)
+    return landed != promised_checksum(consumer, load, seed) and (
+        is_good or not is_untouched
+    )
 
 
-def checksum(engine: Engine, load: OrderedLoad, memory: list[Bytes] | None = None) -> str:
+def checksum(
+    engine: Engine, load: OrderedLoad, memory: list[Bytes] | None = None
+) -> str:
     """Of what the load's blocks hold of its tokens; in these caches, or in a copy of their memory."""
     own = engine.caches.kernel_blocks(load.blocks)
     digest = hashlib.blake2b()
@@ -180,18 +192,30 @@ class Attack:
             waves_first: every load gets its first waves, and those after them are held up.
         """
         opened, begun = threading.Event(), threading.Event()
-        gate, first, last = gate_of(self.consumer), Hold(begun.is_set), Hold(opened.is_set, at_once)
+        gate, first, last = (
+            gate_of(self.consumer),
+            Hold(begun.is_set),
+            Hold(opened.is_set, at_once),
+        )
         gate.hold = lambda: first if waves_first else last
-        offers = [self.producer.finish_prefill(request_id) for request_id in self._running]
+        offers = [
+            self.producer.finish_prefill(request_id) for request_id in self._running
+        ]
         self.producer.step()  # they are held from now on; their clock goes on with the producer's next step
         loads = [self.consumer.load(offer.params) for offer in offers]
-        reads = PROMPTS * (1 if snapshot_of(self.consumer.worker).pool is None else WAVES_PER_LOAD)
+        reads = PROMPTS * (
+            1 if snapshot_of(self.consumer.worker).pool is None else WAVES_PER_LOAD
+        )
         if waves_first:
             # No load goes on before all have begun: one that was much earlier would be over before the others begin.
-            wait_until(lambda: gate.held_by(first) == reads, "every load has begun", TIMEOUT_S)
+            wait_until(
+                lambda: gate.held_by(first) == reads, "every load has begun", TIMEOUT_S
+            )
             gate.hold = lambda: last
             begun.set()
-        wait_until(lambda: gate.held_by(last) == reads, "every load is held up", TIMEOUT_S)
+        wait_until(
+            lambda: gate.held_by(last) == reads, "every load is held up", TIMEOUT_S
+        )
         self._expire(offers)
         self._running = self._prefill()
         gate.hold = lambda: None
@@ -207,13 +231,18 @@ class Attack:
 
     def _prefill(self) -> list[str]:
         """Prompts that get all blocks that are free, and write them; they have not finished."""
-        return [self.producer.start_prefill(TOKENS, next(self._seeds)) for _ in range(PROMPTS)]
+        return [
+            self.producer.start_prefill(TOKENS, next(self._seeds))
+            for _ in range(PROMPTS)
+        ]
 
     def _expire(self, offers: list[Offer]) -> None:
         expired = self.producer.counters.total("leases_released", "expired")
         sent = self.producer.seen.sent
         _until(lambda: all(offer.request_id in sent for offer in offers), self.producer)
-        assert self.producer.counters.total("leases_released", "expired") == expired + len(offers)
+        assert self.producer.counters.total(
+            "leases_released", "expired"
+        ) == expired + len(offers)
 
 
 class StreamAttack:
@@ -235,22 +264,32 @@ class StreamAttack:
         opened, gate = threading.Event(), gate_of(consumer)
         hold = Hold(opened.is_set, at_once)
         gate.hold = lambda: hold
-        prefills = [producer.begin_prefill(TOKENS, next(self._seeds)) for _ in range(PROMPTS)]
+        prefills = [
+            producer.begin_prefill(TOKENS, next(self._seeds)) for _ in range(PROMPTS)
+        ]
         for prefill in prefills:
             prefill.offer()
         self._compute(prefills, FIRST_PART)
         loads = [
-            consumer.load(prefill.params) for prefill in prefills if prefill.params is not None
+            consumer.load(prefill.params)
+            for prefill in prefills
+            if prefill.params is not None
         ]
-        reads = PROMPTS * (1 if snapshot_of(consumer.worker).pool is None else WAVES_PER_LOAD)
-        wait_until(lambda: gate.held_by(hold) == reads, "every load is held up", TIMEOUT_S)
+        reads = PROMPTS * (
+            1 if snapshot_of(consumer.worker).pool is None else WAVES_PER_LOAD
+        )
+        wait_until(
+            lambda: gate.held_by(hold) == reads, "every load is held up", TIMEOUT_S
+        )
         lost = [
             block
             for prefill in prefills
             for block in (prefill.abort() if aborted else prefill.preempt())
         ]
         other = next(self._seeds)
-        producer.launched.append(lambda: producer.caches.write(lost, PROMPTS * FIRST_PART, other))
+        producer.launched.append(
+            lambda: producer.caches.write(lost, PROMPTS * FIRST_PART, other)
+        )
         producer.step()
         gate.hold = lambda: None
         opened.set()
@@ -268,7 +307,10 @@ class StreamAttack:
             ]
             self._compute(prefills, FIRST_PART)
             self._compute(prefills, TOKENS - FIRST_PART)
-        _until(lambda: all(consumer.seen.is_over(load.request_id) for load in loads), consumer)
+        _until(
+            lambda: all(consumer.seen.is_over(load.request_id) for load in loads),
+            consumer,
+        )
         _until(lambda: not consumer.seen.alive, consumer)
         ended = (
             parts if aborted else loads

@@ -32,7 +32,9 @@ GUARDS = (
         (2,),
         "kvferry.worker.loads.fence:LeaseFence.wait_until_ready",
         switches.no_steps,
-        (f"{_ENGINES}/test_fence.py::test_a_lease_that_ended_before_the_read_is_not_read_from",),
+        (
+            f"{_ENGINES}/test_fence.py::test_a_lease_that_ended_before_the_read_is_not_read_from",
+        ),
     ),
     Guard(
         "fence-ready",
@@ -294,7 +296,9 @@ GUARDS = (
         (4,),
         "kvferry.worker.peers.registry:PeerRegistry.lost",
         switches.nothing,
-        (f"{_ENGINES}/test_peers.py::test_a_peer_that_dies_during_a_read_fails_the_load_at_once",),
+        (
+            f"{_ENGINES}/test_peers.py::test_a_peer_that_dies_during_a_read_fails_the_load_at_once",
+        ),
     ),
     Guard(
         "boots",
@@ -376,7 +380,9 @@ GUARDS = (
         (6,),
         "kvferry.link.curve_auth:CurveAuth._admits",
         switches.always(True),
-        ("tests/link/test_secrets.py::test_a_key_that_is_not_of_a_listed_secret_is_not_admitted",),
+        (
+            "tests/link/test_secrets.py::test_a_key_that_is_not_of_a_listed_secret_is_not_admitted",
+        ),
     ),
     Guard(
         "allowed-hosts",
@@ -420,7 +426,9 @@ GUARDS = (
         (7,),
         "kvferry.plan.planner:_model_reasons",
         switches.always(()),
-        ("tests/plan/test_refusals.py::test_another_model_is_refused_by_the_fact_that_differs",),
+        (
+            "tests/plan/test_refusals.py::test_another_model_is_refused_by_the_fact_that_differs",
+        ),
     ),
     Guard(
         "settings",
@@ -442,7 +450,9 @@ GUARDS = (
         (1, 7),
         "kvferry.plan.planner:_num_heads",
         switches.always({}),
-        ("tests/plan/test_refusals.py::test_a_producer_with_more_heads_serves_another_model",),
+        (
+            "tests/plan/test_refusals.py::test_a_producer_with_more_heads_serves_another_model",
+        ),
     ),
     Guard(
         "adapters",
@@ -450,7 +460,9 @@ GUARDS = (
         (1,),
         "kvferry.connector.engine.adapters:Adapters.content_of",
         switches.by_name,
-        ("tests/connector/test_adapters.py::test_two_versions_under_one_name_are_two_adapters",),
+        (
+            "tests/connector/test_adapters.py::test_two_versions_under_one_name_are_two_adapters",
+        ),
     ),
     Guard(
         "weights",

@@ -14,8 +14,12 @@ from kvferry.protocol.handshake import Hello, channel_address, decode_request
 from tests.harness.cache_engine import HOST
 
 GARBAGE = random.Random(1).randbytes(4096)
-HTTP = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 5\r\nConnection: close\r\n\r\nwhat?"
-_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+HTTP = (
+    b"HTTP/1.1 400 Bad Request\r\nContent-Length: 5\r\nConnection: close\r\n\r\nwhat?"
+)
+_GREETING = (
+    b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+)
 _READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
 HUGE_FRAME = (
     _GREETING

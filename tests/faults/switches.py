@@ -146,7 +146,9 @@ def count_messages(done: Function) -> Function:
         import msgspec
 
         lease = table._find(message.slot, message.epoch)
-        notifications = lease.reports.get(message.consumer) if lease is not None else None
+        notifications = (
+            lease.reports.get(message.consumer) if lease is not None else None
+        )
         received = notifications.workers.bit_count() if notifications is not None else 0
         return done(table, msgspec.structs.replace(message, worker=received))
 
@@ -162,13 +164,17 @@ def skip_the_boot_check(_: Function) -> Function:
         from kvferry.protocol.handshake import Release
 
         for received in inbox.take():
-            (leases.release if received.kind is Release else leases.renew)(received.name)
+            (leases.release if received.kind is Release else leases.renew)(
+                received.name
+            )
 
     return receive_messages
 
 
 def accept_any_boot(plan: Function) -> Function:
-    return lambda contact, key, frame: plan(contact, key._replace(boot=_AnyBoot(key.boot)), frame)
+    return lambda contact, key, frame: plan(
+        contact, key._replace(boot=_AnyBoot(key.boot)), frame
+    )
 
 
 def renew_nothing(_: Function) -> Function:

@@ -55,7 +55,9 @@ def check_end(
 
 @promise(2)
 @pytest.mark.parametrize("shape", [SHAPE, STAGED], ids=["direct", "staged"])
-@pytest.mark.parametrize("point", [point for point in Point if point is not Point.IN_READ])
+@pytest.mark.parametrize(
+    "point", [point for point in Point if point is not Point.IN_READ]
+)
 def test_aborted_at_every_point(rig: Rig, shape: Any, point: Point) -> None:
     producer, consumer = rig.engine("P"), rig.engine("C", shape=shape)
     if point is not Point.FIRST_CONTACT:
@@ -100,4 +102,7 @@ def test_an_abort_that_is_followed_by_a_failure_is_reported_once(rig: Rig) -> No
     abort(consumer, load)
     producer.give_away(offer)
     consumer.fabric.stops.go()
-    assert check_end(rig, producer, consumer, load) in (FailureReason.FENCE, FailureReason.ABORTED)
+    assert check_end(rig, producer, consumer, load) in (
+        FailureReason.FENCE,
+        FailureReason.ABORTED,
+    )

@@ -75,7 +75,9 @@ def tell(
         arm(rig, side)
         rig.try_transfer(producer, consumer, seed=1)
         if side == "consumer":
-            rig.step_until(lambda: not len(producer.leases), "the blocks are free", BOUND_S)
+            rig.step_until(
+                lambda: not len(producer.leases), "the blocks are free", BOUND_S
+            )
             rig.retire(producer)
             producer = rig.engine("P", port=producer.port, lease_s=lease_s)
         rig.try_transfer(producer, consumer, seed=2)
@@ -115,13 +117,19 @@ def test_whichever_call_raises_loads_are_good_or_failed_and_nothing_is_left(
     for index in range(first, min(stop, first + MOST_POLLS.get(method, stop))):
         for name, error in _errors(kind, method).items():
             try:
-                tell(kind, side, functools.partial(_arm, method=method, index=index, error=error))
+                tell(
+                    kind,
+                    side,
+                    functools.partial(_arm, method=method, index=index, error=error),
+                )
             except BaseException:
                 print(f"{side}: {name} from call {index - first} of {method}")
                 raise
 
 
-def _arm(rig: Rig, side: str, *, method: str, index: int, error: Callable[[], Exception]) -> None:
+def _arm(
+    rig: Rig, side: str, *, method: str, index: int, error: Callable[[], Exception]
+) -> None:
     engine = rig.engines[SIDES.index(side)]
     engine.fabric.fail(method, error, first=index)
 

@@ -48,7 +48,10 @@ HOLDS = {
 
 def attack(placing: str, changed_loads: int) -> Counts:
     """Hold loads up in all ways in turn until so many have got other bytes than they were promised."""
-    with contextlib.closing(producer_of()) as producer, consumer_of(placing) as consumer:
+    with (
+        contextlib.closing(producer_of()) as producer,
+        consumer_of(placing) as consumer,
+    ):
         attacked = Attack(producer, consumer)
         for at_once, waves_first in itertools.cycle(HOLDS[placing].values()):
             attacked.round(at_once, waves_first)
@@ -59,7 +62,10 @@ def attack(placing: str, changed_loads: int) -> Counts:
 
 def attack_streams(placing: str, changed_loads: int, *, aborted: bool) -> Counts:
     """The same for prompts that are computed meanwhile."""
-    with contextlib.closing(streaming_producer()) as producer, consumer_of(placing) as consumer:
+    with (
+        contextlib.closing(streaming_producer()) as producer,
+        consumer_of(placing) as consumer,
+    ):
         attacked = StreamAttack(producer, consumer)
         for at_once in itertools.cycle((0.0, 0.5, 1.0)):
             attacked.round(at_once, aborted=aborted)
@@ -75,7 +81,9 @@ def test_no_load_whose_bytes_changed_is_ever_reported_good(placing: str) -> None
     print(f"{placing}: {counts}")
     assert counts.changed >= CHANGED_LOADS
     assert counts.detected == counts.changed
-    assert counts.believed == counts.good == 0, "every lease had ended before its load went on"
+    assert counts.believed == counts.good == 0, (
+        "every lease had ended before its load went on"
+    )
     assert counts.detected + counts.cautious == counts.loads
 
 

@@ -54,7 +54,9 @@ def test_a_producer_that_stands_still_beyond_the_deadline_fails_the_load_and_get
     fleet: Fleet, environ: dict[str, str]
 ) -> None:
     """Over TCP the read ends only when the producer goes on: until then its blocks stay out of use."""
-    producer, consumer = fleet.pair(environ=environ, lease_s=SHORT_LEASE_S, load_timeout_s=LOAD_S)
+    producer, consumer = fleet.pair(
+        environ=environ, lease_s=SHORT_LEASE_S, load_timeout_s=LOAD_S
+    )
     before = warmed_up(producer, consumer)
     load = consumer.load_until(Point.DATA, producer.prefill(30, 5), 5)
     producer.freeze()
@@ -112,7 +114,9 @@ def test_a_consumer_that_stands_still_for_longer_than_the_lease_finds_the_fence(
     load = consumer.load_until(point, producer.prefill(30, 5), 5)
     consumer.freeze()
     until_idle(producer, SHORT_LEASE_S + SLACK_S)
-    others = [producer.prefill(30, seed) for seed in range(6)]  # of 63 blocks these take 48
+    others = [
+        producer.prefill(30, seed) for seed in range(6)
+    ]  # of 63 blocks these take 48
     assert len(others) == 6
     consumer.thaw()
     consumer.go()

@@ -25,7 +25,9 @@ def test_without_a_guard_its_tests_fail(guard: Guard) -> None:
 
 
 def test_with_all_guards_on_they_pass_in_such_a_process() -> None:
-    quick = [test for guard in GUARDS for test in guard.tests if "engine_core" not in test]
+    quick = [
+        test for guard in GUARDS for test in guard.tests if "engine_core" not in test
+    ]
     found = outcomes(sorted(set(quick)))
     assert set(found.values()) == {PASSED}, {
         test: text for test, text in found.items() if text != PASSED
@@ -34,5 +36,7 @@ def test_with_all_guards_on_they_pass_in_such_a_process() -> None:
 
 
 def test_every_promise_has_a_guard() -> None:
-    assert {promise for guard in GUARDS for promise in guard.promises} == set(range(1, 9))
+    assert {promise for guard in GUARDS for promise in guard.promises} == set(
+        range(1, 9)
+    )
     assert len({guard.key for guard in GUARDS}) == len(GUARDS)

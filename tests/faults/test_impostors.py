@@ -9,7 +9,13 @@ from contextlib import AbstractContextManager
 import msgspec
 import pytest
 
-from tests.faults.checks import check_survivor, transfer, until_idle, until_over, warmed_up
+from tests.faults.checks import (
+    check_survivor,
+    transfer,
+    until_idle,
+    until_over,
+    warmed_up,
+)
 from tests.faults.impostors import GARBAGE, HTTP, HUGE_FRAME, tcp_impostor, zmq_impostor
 from tests.harness.child import Start
 from tests.harness.process import SLACK_S, Fleet
@@ -58,7 +64,8 @@ def test_an_impostor_at_a_dead_producers_port_fails_that_load_and_no_later_one(
         with listen(start.port):
             began_s = time.monotonic()
             assert (
-                until_over(consumer, consumer.load(params, 5), HANDSHAKE_S + SLACK_S) == expected
+                until_over(consumer, consumer.load(params, 5), HANDSHAKE_S + SLACK_S)
+                == expected
             ), name
             assert time.monotonic() - began_s < HANDSHAKE_S + SLACK_S
         (producer,) = fleet.start(start)
@@ -68,10 +75,14 @@ def test_an_impostor_at_a_dead_producers_port_fails_that_load_and_no_later_one(
 
 @promise(1)
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
-def test_another_engine_at_a_dead_producers_port_is_recognised(fleet: Fleet, known: bool) -> None:
+def test_another_engine_at_a_dead_producers_port_is_recognised(
+    fleet: Fleet, known: bool
+) -> None:
     """It neither answers for the dead one nor loses a lease to what is said to the dead one."""
     port = free_port()
-    consumer, dead = fleet.start(Start(name="C", port=free_port()), Start(name="P", port=port))
+    consumer, dead = fleet.start(
+        Start(name="C", port=free_port()), Start(name="P", port=port)
+    )
     if known:
         transfer(dead, consumer)
     params = dead.prefill(13, 5)

@@ -92,7 +92,9 @@ def test_a_producer_that_is_killed_between_two_loads_fails_the_next(
         reason = until_over(consumer, consumer.load(params, 5), HANDSHAKE_S + SLACK_S)
         assert reason == ("transfer" if known else "handshake")
         if not known:
-            assert time.monotonic() - began_s < HANDSHAKE_S, "a closed port is known as closed"
+            assert time.monotonic() - began_s < HANDSHAKE_S, (
+                "a closed port is known as closed"
+            )
         (producer,) = fleet.start(start)
         if not known:
             transfer(producer, consumer)
@@ -120,11 +122,15 @@ def test_consumers_that_are_killed_at_every_point_cost_the_producer_a_lease_and_
     warmed_up(producer, spare)
     before = until_idle(producer, SLACK_S)
     known = [
-        c for c, point in zip(consumers, stops, strict=True) if point is not Point.FIRST_CONTACT
+        c
+        for c, point in zip(consumers, stops, strict=True)
+        if point is not Point.FIRST_CONTACT
     ]
     for consumer in known:
         until_good(producer, consumer)
-    assert idle.ask("accept", request_id="waits", params=producer.prefill(13, 4)) is None
+    assert (
+        idle.ask("accept", request_id="waits", params=producer.prefill(13, 4)) is None
+    )
     for consumer, point in zip(consumers, stops, strict=True):
         stop_load(producer, consumer, point)
     for consumer in (idle, *consumers):

@@ -41,7 +41,11 @@ def stop_load(producer: EngineProcess, consumer: EngineProcess, point: Point) ->
 def until_free(consumer: EngineProcess, own: int) -> float:
     """Wait until the consumer maps nothing but its own files; the seconds that it took."""
     began_s = time.monotonic()
-    wait_until(lambda: consumer.maps_of(FILES) == own, "its memory is free", UNMAPPED_S + SLACK_S)
+    wait_until(
+        lambda: consumer.maps_of(FILES) == own,
+        "its memory is free",
+        UNMAPPED_S + SLACK_S,
+    )
     return time.monotonic() - began_s
 
 
@@ -84,7 +88,10 @@ def test_a_producer_that_is_killed_between_two_loads_is_noticed_before_the_next(
     params = producer.prefill(13, 5)
     producer.kill()
     until_free(consumer, own)
-    assert until_over(consumer, consumer.load(params, 5), SLACK_S) in ("transfer", "handshake")
+    assert until_over(consumer, consumer.load(params, 5), SLACK_S) in (
+        "transfer",
+        "handshake",
+    )
     check_survivor(consumer, before)
 
 
@@ -92,7 +99,9 @@ def test_a_producer_that_is_killed_between_two_loads_is_noticed_before_the_next(
 def test_consumers_that_are_killed_in_a_copy_cost_the_producer_a_lease_and_no_more(
     fleet: Fleet,
 ) -> None:
-    starts = [Start(name=f"C{number}", port=free_port(), shared=True) for number in range(5)]
+    starts = [
+        Start(name=f"C{number}", port=free_port(), shared=True) for number in range(5)
+    ]
     producer, spare, *consumers = fleet.start(
         Start(name="P", port=free_port(), shared=True, lease_s=LEASE_S), *starts
     )

@@ -32,7 +32,10 @@ from tests.waiting import step_until
 LEASE_S = 1.5
 SLACK_S = 10.0
 HASTY = replace(
-    SETTINGS, handshake_timeout_s=SLACK_S, load_timeout_s=SLACK_S, failed_read_grace_s=0.02
+    SETTINGS,
+    handshake_timeout_s=SLACK_S,
+    load_timeout_s=SLACK_S,
+    failed_read_grace_s=0.02,
 )
 REQUEST = "the failing request"
 
@@ -40,7 +43,9 @@ REQUEST = "the failing request"
 class RankEngine(RigEngine):
     """An engine of a pair whose ranks can be made to fail."""
 
-    def __init__(self, name: str, pair: Pair, which: str, make_fabric: MakeFabric) -> None:
+    def __init__(
+        self, name: str, pair: Pair, which: str, make_fabric: MakeFabric
+    ) -> None:
         mine = pair.producer if which == "producer" else pair.consumer
         super().__init__(
             name, pair.model, mine, make_fabric, HASTY, seed=len(name), lease_s=LEASE_S
@@ -112,7 +117,9 @@ class Ranks:
         """Everything is as it should be again: nothing is left of the failed request, and the next ones are good."""
         self.producer.mend()
         self.consumer.mend()
-        self.step_until(lambda: not self.consumer.seen.alive, "nothing may be written any more")
+        self.step_until(
+            lambda: not self.consumer.seen.alive, "nothing may be written any more"
+        )
         self.consumer.loads.finished(REQUEST)
         for engine in (self.producer, self.consumer):
             engine.check_idle()
@@ -133,7 +140,9 @@ class Ranks:
             "all ranks' blocks are free",
             LEASE_S + SLACK_S,
         )
-        self.step_until(lambda: not self.consumer.seen.alive, "nothing may be written any more")
+        self.step_until(
+            lambda: not self.consumer.seen.alive, "nothing may be written any more"
+        )
         self.consumer.loads.finished(request_id)
         return reports
 
@@ -143,7 +152,9 @@ def ranks(kind: str, producer_tp: int, consumer_tp: int) -> Iterator[Ranks]:
     """Engines of so many ranks, each rank with an agent of its own."""
     network = MemoryNetwork()
     model = attention(heads=4)
-    made = pair(model, side(model, tp=producer_tp), side(model, tp=consumer_tp), tokens=45)
+    made = pair(
+        model, side(model, tp=producer_tp), side(model, tp=consumer_tp), tokens=45
+    )
 
     def make_fabric(name: str) -> Fabric:
         return NixlFabric(name) if kind == "nixl" else MemoryFabric(name, network)
@@ -179,8 +190,14 @@ FAULTS: dict[str, tuple[Break, FailureReason]] = {
         fail_read(lambda: TransferFailed("test", "wanted")),
         FailureReason.TRANSFER,
     ),
-    "its read raises an unknown error": (fail_read(_unheard_of), FailureReason.TRANSFER),
-    "its peer is lost": (fail_read(lambda: PeerLost("test", "wanted")), FailureReason.TRANSFER),
+    "its read raises an unknown error": (
+        fail_read(_unheard_of),
+        FailureReason.TRANSFER,
+    ),
+    "its peer is lost": (
+        fail_read(lambda: PeerLost("test", "wanted")),
+        FailureReason.TRANSFER,
+    ),
     "its read never ends": (RankEngine.end_read_never, FailureReason.DEADLINE),
     "its fabric is dead": (kill_fabric, FailureReason.HANDSHAKE),
 }
@@ -253,9 +270,17 @@ def test_a_producer_rank_whose_agent_is_gone_fails_the_ranks_that_read_it_and_fr
         assert readers
         rig.producer.fabrics[gone].close()
         reports = rig.load()
-        lost = {index for index, reason in reports.items() if reason is FailureReason.TRANSFER}
+        lost = {
+            index
+            for index, reason in reports.items()
+            if reason is FailureReason.TRANSFER
+        }
         assert lost == readers or (kind == "nixl" and lost <= readers)
-        assert set(reports.values()) <= {None, FailureReason.TRANSFER, FailureReason.FENCE}
+        assert set(reports.values()) <= {
+            None,
+            FailureReason.TRANSFER,
+            FailureReason.FENCE,
+        }
         rig.step_until(
             lambda: REQUEST in rig.producer.seen.sent,
             "all ranks' blocks are free",
@@ -267,7 +292,9 @@ def test_a_producer_rank_whose_agent_is_gone_fails_the_ranks_that_read_it_and_fr
             gone
         ).close()  # its agent was closed behind its back: its sums cannot add up
         rig.producer.close()
-        rig.producer = RankEngine("another producer", rig.pair, "producer", rig.make_fabric)
+        rig.producer = RankEngine(
+            "another producer", rig.pair, "producer", rig.make_fabric
+        )
         try:
             rig.check_recovery()
         finally:

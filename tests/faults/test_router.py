@@ -39,7 +39,8 @@ def test_params_of_an_engines_former_life_are_refused_and_touch_no_lease_of_the_
 
 @promise(1)
 @pytest.mark.parametrize(
-    "point", [Point.FIRST_CONTACT, Point.FENCE, Point.DATA, Point.SECOND_FENCE, Point.DONE]
+    "point",
+    [Point.FIRST_CONTACT, Point.FENCE, Point.DATA, Point.SECOND_FENCE, Point.DONE],
 )
 def test_the_same_params_at_two_consumers_are_read_by_one_and_at_most_fenced_for_the_other(
     fleet: Fleet, point: Point

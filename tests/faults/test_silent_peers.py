@@ -31,7 +31,9 @@ def test_an_agent_closes_although_its_peer_takes_no_signs_of_life() -> None:
             time.sleep(0.9 * SIGNS * INTERVAL_S)
             before, began_s = agent.tell("usage")["cpu_s"], time.perf_counter()
             time.sleep(0.1 * SIGNS * INTERVAL_S)
-            cores = (agent.tell("usage")["cpu_s"] - before) / (time.perf_counter() - began_s)
+            cores = (agent.tell("usage")["cpu_s"] - before) / (
+                time.perf_counter() - began_s
+            )
             assert cores < 0.5, "the progress thread spins"
             closed = pool.submit(agent.tell, "close", agent=0)
             closed.result(TIMEOUT_S)  # or closing the agent hangs

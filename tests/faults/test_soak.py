@@ -25,7 +25,9 @@ _FEWEST_REQUESTS = 300
 
 
 @promise(1, 2, 3, 4)
-def test_for_minutes_nothing_goes_wrong_nothing_is_left_and_nothing_grows(run_seed: int) -> None:
+def test_for_minutes_nothing_goes_wrong_nothing_is_left_and_nothing_grows(
+    run_seed: int,
+) -> None:
     # In a process of its own: what it measures is its own, and nothing of it outlives it. It asks as often as it can:
     # tests beside it come first.
     with ProcessPoolExecutor(1, get_context("spawn"), os.nice, (_NICE,)) as process:
@@ -37,6 +39,13 @@ def test_for_minutes_nothing_goes_wrong_nothing_is_left_and_nothing_grows(run_se
     assert figures["streamed"] > 0.3 * figures["requests"]
     assert figures["moved"]["early"] > 0 < figures["moved"]["restarts"]
     assert figures["moved"]["mapped"] > 0 < figures["moved"]["moved"]
-    assert sum(figures["loads"][how] for how in figures["loads"] if how.startswith("failed")) > 0
+    assert (
+        sum(
+            figures["loads"][how]
+            for how in figures["loads"]
+            if how.startswith("failed")
+        )
+        > 0
+    )
     assert sum(map(bool, figures["faults"].values())) >= len(Fault) // 2
     assert grown(figures) == [], figures["samples"]

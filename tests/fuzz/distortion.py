@@ -28,11 +28,15 @@ _NUMBERS = (
 _OTHERS = ("heads", "interleave", "scales", "format", "name")
 
 
-def distorted(source: Source, description: EngineDescription) -> EngineDescription | None:
+def distorted(
+    source: Source, description: EngineDescription
+) -> EngineDescription | None:
     """The description with a few lies in it; None where the protocol refuses it already."""
     if source.number(8) == 7:
         changed = mutate(
-            source, msgspec.to_builtins(description, builtin_types=(bytes,)), most_edits=3
+            source,
+            msgspec.to_builtins(description, builtin_types=(bytes,)),
+            most_edits=3,
         )
     else:
         for _ in range(1 + source.number(3)):
@@ -70,7 +74,9 @@ def _lie(source: Source, description: EngineDescription) -> EngineDescription:
         elif kind == 1 and len(workers) > 1:
             workers.pop(at)
         elif kind == 2:
-            table = msgspec.structs.replace(workers[at].lease_table, address=_number(source, 64))
+            table = msgspec.structs.replace(
+                workers[at].lease_table, address=_number(source, 64)
+            )
             workers[at] = msgspec.structs.replace(workers[at], lease_table=table)
         else:
             workers[at] = msgspec.structs.replace(
@@ -111,30 +117,58 @@ def _changed(
     elif field == "interleave":
         part = source.pick(("ranks", "rank", "run_tokens"))
         value = msgspec.structs.replace(
-            tensor.interleave, **{part: source.pick((0, 1, 2, 3, 4, 8, 16, 65535, 65536))}
+            tensor.interleave,
+            **{part: source.pick((0, 1, 2, 3, 4, 8, 16, 65535, 65536))},
         )
     elif field == "scales":
-        value = source.pick(((), (1.0,), (2.0,) * min(8, len(tensor.heads)), (1e30,), (1e-30, 1.0)))
+        value = source.pick(
+            ((), (1.0,), (2.0,) * min(8, len(tensor.heads)), (1e30,), (1e-30, 1.0))
+        )
     elif field == "format":
         part = source.pick(("dtype", "quantization", "packing"))
         text = source.pick(
-            ("bfloat16", "float32", "float8_e4m3", "fp8_per_tensor", "none", "plain", "x")
+            (
+                "bfloat16",
+                "float32",
+                "float8_e4m3",
+                "fp8_per_tensor",
+                "none",
+                "plain",
+                "x",
+            )
         )
         value = msgspec.structs.replace(tensor.format, **{part: text})
     elif field == "name":
         other = source.pick(siblings)
         return msgspec.structs.replace(tensor, layer=other.layer, kind=other.kind)
     else:
-        value = _number(source, getattr(tensor, field), [getattr(one, field) for one in siblings])
+        value = _number(
+            source, getattr(tensor, field), [getattr(one, field) for one in siblings]
+        )
     return msgspec.structs.replace(tensor, **{field: value})
 
 
 def _number(source: Source, value: int, others: list[int] | None = None) -> int:
     """Near the value, a part or a multiple of it, a sibling's, or at some bound."""
-    near = (value + 1, value - 1, value * 2, value // 2, value * 3, value + 8, value * 1024, 0)
+    near = (
+        value + 1,
+        value - 1,
+        value * 2,
+        value // 2,
+        value * 3,
+        value + 8,
+        value * 1024,
+        0,
+    )
     return max(
         0,
         source.pick(
-            (*near, *near, *near, *(others or [value])[:6], *(one for one in INTEGERS if one >= 0))
+            (
+                *near,
+                *near,
+                *near,
+                *(others or [value])[:6],
+                *(one for one in INTEGERS if one >= 0),
+            )
         ),
     )

@@ -40,7 +40,26 @@ class Source:
 
 
 INTEGERS: tuple[int, ...] = (
-    *(0, 1, 2, 3, 5, 7, 8, 16, 64, 100, 255, 256, 4095, 4096, 4097, 65535, 65536, 65537),
+    *(
+        0,
+        1,
+        2,
+        3,
+        5,
+        7,
+        8,
+        16,
+        64,
+        100,
+        255,
+        256,
+        4095,
+        4096,
+        4097,
+        65535,
+        65536,
+        65537,
+    ),
     *(
         -1,
         -2,
@@ -130,9 +149,14 @@ def _edit(source: Source, root: list[Any]) -> None:
         del container[key]
     elif kind == 6 and isinstance(value, (list, dict)) and value:
         other, other_key = _place(source, root)
-        container[key], other[other_key] = copy.deepcopy(other[other_key]), copy.deepcopy(value)
+        container[key], other[other_key] = (
+            copy.deepcopy(other[other_key]),
+            copy.deepcopy(value),
+        )
     elif kind == 7 and isinstance(value, dict):
-        value[source.pick(("later", "type", "base", ""))] = copy.deepcopy(source.pick(HOSTILE))
+        value[source.pick(("later", "type", "base", ""))] = copy.deepcopy(
+            source.pick(HOSTILE)
+        )
     else:
         container[key] = source.number(2**64)
 

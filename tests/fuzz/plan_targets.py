@@ -20,7 +20,11 @@ from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_engine, plan_transfer
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress, WorkerDescription
+from kvferry.protocol.handshake import (
+    EngineDescription,
+    LeaseTableAddress,
+    WorkerDescription,
+)
 from kvferry.worker.fabric.port import MemoryKind, OpenHandles, Region
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.peer_memory.host_memory import FileMemory
@@ -77,7 +81,12 @@ def cases() -> tuple[Case, ...]:
             tokens=50,
             stop=33,
         ),
-        pair(latent(), side(latent(), tp=2, dcp=2, run=4), side(latent(), block=8), tokens=40),
+        pair(
+            latent(),
+            side(latent(), tp=2, dcp=2, run=4),
+            side(latent(), block=8),
+            tokens=40,
+        ),
         pair(hybrid(), side(hybrid(), tp=2), side(hybrid(), block=8), tokens=40),
         pair(
             attention(),
@@ -89,7 +98,9 @@ def cases() -> tuple[Case, ...]:
     )
     return tuple(
         _case(
-            engine(one.model, one.consumer, "C"), engine(one.model, one.producer, "P"), one.request
+            engine(one.model, one.consumer, "C"),
+            engine(one.model, one.producer, "P"),
+            one.request,
         )
         for one in drawn
     )
@@ -98,11 +109,15 @@ def cases() -> tuple[Case, ...]:
 def _case(consumer: EngineShards, producer: EngineShards, request: Request) -> Case:
     groups = consumer.description.groups
     own = []
-    for worker, memory in zip(consumer.description.workers, consumer.memories(), strict=True):
+    for worker, memory in zip(
+        consumer.description.workers, consumer.memories(), strict=True
+    ):
         inside = np.zeros(memory.num_bytes, np.bool_)
         for tensor in worker.tensors:
             group = groups[tensor.group]
-            ids = [block for block in request.local[tensor.group] if block != NULL_BLOCK]
+            ids = [
+                block for block in request.local[tensor.group] if block != NULL_BLOCK
+            ]
             cells = cells_of(tensor, group.policy, ids, 0, group.block_tokens)
             inside[memory.index(byte_addresses(tensor, cells))] = True
         own.append(inside)
@@ -125,7 +140,11 @@ def planning(data: bytes) -> None:
         assert time.process_time() - started_s < MOST_S, "planning took too long"
     request = case.request
     blocks = RequestBlocks(
-        request.local, request.remote, request.first_token, request.stop_token, request.num_tokens
+        request.local,
+        request.remote,
+        request.first_token,
+        request.stop_token,
+        request.num_tokens,
     )
     check_writes(case, plans, hostile, blocks)
 
@@ -141,7 +160,9 @@ def pairing(data: bytes) -> None:
         group = source.pick(remote)
         what = source.number(4)
         if what == 0 and group:
-            group[source.number(len(group))] = source.pick([x for x in INTEGERS if 0 <= x < 2**31])
+            group[source.number(len(group))] = source.pick(
+                [x for x in INTEGERS if 0 <= x < 2**31]
+            )
         elif what == 1:
             group.append(source.number(20))
         elif what == 2 and group:
@@ -149,15 +170,25 @@ def pairing(data: bytes) -> None:
         else:
             group[:] = group * source.number(4)
     num_tokens = source.pick(
-        (request.num_tokens, request.num_tokens, *(x for x in INTEGERS if 1 <= x <= 2**40))
+        (
+            request.num_tokens,
+            request.num_tokens,
+            *(x for x in INTEGERS if 1 <= x <= 2**40),
+        )
     )
-    stop = min(source.pick((request.stop_token, request.stop_token, 1, 17)), request.stop_token)
+    stop = min(
+        source.pick((request.stop_token, request.stop_token, 1, 17)), request.stop_token
+    )
     first = min(source.pick((request.first_token, 0, 1, 16)), stop)
     reported = RequestBlocks(
         request.local, tuple(tuple(group) for group in remote), first, stop, num_tokens
     )
     check_writes(
-        case, plans, case.producer.description, reported, reads_from=case.producer.memories()
+        case,
+        plans,
+        case.producer.description,
+        reported,
+        reads_from=case.producer.memories(),
     )
 
 
@@ -180,13 +211,17 @@ def check_writes(
         AssertionError, IndexError: something is.
     """
     groups = case.consumer.description.groups
-    for plan, memory, own in zip(plans, case.consumer.memories(), case.own, strict=True):
+    for plan, memory, own in zip(
+        plans, case.consumer.memories(), case.own, strict=True
+    ):
         try:
             units = pair_request(plan, groups, producer.groups, request)
         except KvferryError:
             continue
         for route in plan.routes:
-            copies = [(one.src, one.dst, one.num_bytes) for one in route_copies(route, units)]
+            copies = [
+                (one.src, one.dst, one.num_bytes) for one in route_copies(route, units)
+            ]
             copies += [
                 (one.src, one.dst, one.num_bytes)
                 for wave in staged_waves(route, units)
@@ -235,7 +270,9 @@ class Ends:
         self.reader = FabricReader(self.consumer)
         producer = MemoryFabric("producer", network)
         self._table = np.zeros(16, np.uint64)
-        table = Region(int(self._table.ctypes.data), self._table.nbytes, MemoryKind.DRAM)
+        table = Region(
+            int(self._table.ctypes.data), self._table.nbytes, MemoryKind.DRAM
+        )
         producer.register([*theirs.kv.regions(), table])
         self._keeps_alive = theirs
         groups = (self.caches.shape.group,)
@@ -285,6 +322,9 @@ def connecting(data: bytes) -> None:
         pass
     else:
         for route in peer.routes:
-            assert len(route.slots) == hostile.workers[route.route.worker].lease_table.slots
+            assert (
+                len(route.slots)
+                == hostile.workers[route.route.worker].lease_table.slots
+            )
         disconnect(both.reader, peer)
     assert both.consumer.open_handles() == NOTHING_OPEN

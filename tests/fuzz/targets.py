@@ -36,12 +36,26 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.ids import epoch_from_text, epoch_to_text
-from kvferry.protocol.notifications import MAGIC, decode_notification, encode_notification
-from kvferry.protocol.orders import OrdersHead, decode_head, decode_orders, encode_orders
+from kvferry.protocol.notifications import (
+    MAGIC,
+    decode_notification,
+    encode_notification,
+)
+from kvferry.protocol.orders import (
+    OrdersHead,
+    decode_head,
+    decode_orders,
+    encode_orders,
+)
 from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill
 from kvferry.protocol.params_mac import check_params_mac, sign_params
 from kvferry.protocol.params_reader import decode_params, read_params, read_turn
-from kvferry.protocol.prompt_queries import Answers, Subscribe, Unsubscribe, decode_answers
+from kvferry.protocol.prompt_queries import (
+    Answers,
+    Subscribe,
+    Unsubscribe,
+    decode_answers,
+)
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.worker.fabric.errors import InvalidMetadata
 from kvferry.worker.fabric.metadata_envelope import open_metadata, wrap_metadata
@@ -117,14 +131,20 @@ FORMATS: dict[str, Format] = {
     "answers": Format((ANSWERS,), encode, decode_answers, use_answers),
     "reply": Format(REPLIES, encode, decode_reply, use_reply),
     "worker": Format((make_worker(),), encode, decode_worker),
-    "notification": Format((DONE,), encode_notification, decode_notification, magic=MAGIC),
+    "notification": Format(
+        (DONE,), encode_notification, decode_notification, magic=MAGIC
+    ),
     "orders": Format((make_orders(),), encode_orders, decode_orders),
-    "head": Format((OrdersHead.from_orders(make_orders()),), msgspec.msgpack.encode, decode_head),
+    "head": Format(
+        (OrdersHead.from_orders(make_orders()),), msgspec.msgpack.encode, decode_head
+    ),
 }
 """In msgpack."""
 OTHER_FORMATS: dict[str, Format] = {
     "metadata": Format(
-        (("prefill-0/tp1", b"body"),), lambda named: wrap_metadata(*named), open_metadata
+        (("prefill-0/tp1", b"body"),),
+        lambda named: wrap_metadata(*named),
+        open_metadata,
     ),
     "description_json": Format(
         (to_engine_json(make_description()),),
@@ -209,7 +229,9 @@ def use_source(found: RemotePrefill) -> None:
     assert round(found.kvferry.lease_s * 1000) == round(SIGNED.kvferry.lease_s * 1000)
     assert round(found.kvferry.opens_within_s * 1000) == 0
     assert found.kvferry == msgspec.structs.replace(
-        SIGNED.kvferry, lease_s=found.kvferry.lease_s, opens_within_s=found.kvferry.opens_within_s
+        SIGNED.kvferry,
+        lease_s=found.kvferry.lease_s,
+        opens_within_s=found.kvferry.opens_within_s,
     )
 
 
@@ -234,9 +256,12 @@ def mutated_params(data: bytes) -> None:
 
 def mutated_description_json(data: bytes) -> None:
     """A valid description file with hostile values in it."""
-    plain = mutate(Source(data), msgspec.to_builtins(to_engine_json(make_description())))
+    plain = mutate(
+        Source(data), msgspec.to_builtins(to_engine_json(make_description()))
+    )
     read_frame(
-        OTHER_FORMATS["description_json"], json.dumps(plain).encode("utf-8", "surrogatepass")
+        OTHER_FORMATS["description_json"],
+        json.dumps(plain).encode("utf-8", "surrogatepass"),
     )
     try:
         as_type(plain, EngineJson, InvalidDescription)
@@ -244,13 +269,24 @@ def mutated_description_json(data: bytes) -> None:
         check_refusal(refused)
 
 
-_OTHERS = (params, mutated_params, mutated_description_json, digests, planning, pairing, connecting)
+_OTHERS = (
+    params,
+    mutated_params,
+    mutated_description_json,
+    digests,
+    planning,
+    pairing,
+    connecting,
+)
 ALL: dict[str, Target] = {
     **{
         name: functools.partial(read_frame, form)
         for name, form in (FORMATS | OTHER_FORMATS).items()
     },
-    **{f"mutated_{name}": functools.partial(read_mutated, form) for name, form in FORMATS.items()},
+    **{
+        f"mutated_{name}": functools.partial(read_mutated, form)
+        for name, form in FORMATS.items()
+    },
     **{target.__name__: target for target in _OTHERS},
 }
 
@@ -259,19 +295,35 @@ DEPTH = 10_000
 """Levels of JSON."""
 
 DECISIONS = tuple(
-    bytes([first]) + bytes(range(start, start + 24)) for first in range(8) for start in (0, 100)
+    bytes([first]) + bytes(range(start, start + 24))
+    for first in range(8)
+    for start in (0, 100)
 )
 """Seeds of targets whose bytes are decisions, see `Source`."""
 
-_DEEP_JSON = (b"[" * DEPTH, b"[" * DEPTH + b"]" * DEPTH, b'{"a":' * DEPTH + b"1" + b"}" * DEPTH)
-_ODD_JSON = (b"[1]", b"7", b"NaN", b'"ticket"', b"true", b'{"version":NaN}', b'{"version":1e999}')
+_DEEP_JSON = (
+    b"[" * DEPTH,
+    b"[" * DEPTH + b"]" * DEPTH,
+    b'{"a":' * DEPTH + b"1" + b"}" * DEPTH,
+)
+_ODD_JSON = (
+    b"[1]",
+    b"7",
+    b"NaN",
+    b'"ticket"',
+    b"true",
+    b'{"version":NaN}',
+    b'{"version":1e999}',
+)
 
 
 @functools.cache
 def seeds(target: str) -> tuple[bytes, ...]:
     """Seeds of one target: valid messages, and nesting as deep as a frame can have."""
     if target == "params":
-        signed = (json.dumps(SIGNED.to_json(is_turn=turn)).encode() for turn in (False, True))
+        signed = (
+            json.dumps(SIGNED.to_json(is_turn=turn)).encode() for turn in (False, True)
+        )
         return (*signed, *_ODD_JSON, *_DEEP_JSON)
     form = (FORMATS | OTHER_FORMATS).get(target)
     if form is None:
@@ -280,4 +332,9 @@ def seeds(target: str) -> tuple[bytes, ...]:
     if target == "description_json":
         (text,) = valid
         return (text, text[:-3] + b',"":0}', *_DEEP_JSON)
-    return (*valid, form.magic + b"\x91" * 4000, form.magic + b"\x81\xa1a" * 1300, b"\x91" * 60_000)
+    return (
+        *valid,
+        form.magic + b"\x91" * 4000,
+        form.magic + b"\x81\xa1a" * 1300,
+        b"\x91" * 60_000,
+    )

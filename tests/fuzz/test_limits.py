@@ -17,8 +17,17 @@ from kvferry.plan import planner
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import MAX_BLOCK_TOKENS, PlanRefused, check_description
 from kvferry.protocol import description_json, handshake
-from kvferry.protocol.description_json import decode_engine_json, encode_engine_json, to_engine_json
-from kvferry.protocol.errors import InputError, InvalidDescription, InvalidMessage, InvalidParams
+from kvferry.protocol.description_json import (
+    decode_engine_json,
+    encode_engine_json,
+    to_engine_json,
+)
+from kvferry.protocol.errors import (
+    InputError,
+    InvalidDescription,
+    InvalidMessage,
+    InvalidParams,
+)
 from kvferry.protocol.geometry import MAX_SCALES, MAX_TENSORS, Interleave, Place, Range
 from kvferry.protocol.handshake import (
     MAX_ENGINE_TENSORS,
@@ -69,7 +78,9 @@ def renewals(count: int) -> object:
 
 
 def queries(count: int) -> object:
-    return decode_request(encode(Subscribe(client_id="decode-0", queries=QUESTIONS[:1] * count)))
+    return decode_request(
+        encode(Subscribe(client_id="decode-0", queries=QUESTIONS[:1] * count))
+    )
 
 
 def digests(count: int) -> object:
@@ -102,7 +113,9 @@ def described(**changes: Any) -> object:
 
 def notified(**changes: Any) -> object:
     done = Done(slot=1, epoch=EPOCH, consumer=BOOT, worker=0, expected=1)
-    return decode_notification(encode_notification(msgspec.structs.replace(done, **changes)))
+    return decode_notification(
+        encode_notification(msgspec.structs.replace(done, **changes))
+    )
 
 
 def checked(block_tokens_of_group: int = 4, **changes: Any) -> object:
@@ -133,14 +146,22 @@ AT_LIMIT: dict[str, tuple[Callable[[int], object], int, type[InputError]]] = {
         MAX_BLOCKS,
         InvalidParams,
     ),
-    "a block id": (lambda n: read_changed(remote_block_ids=[[n]]), 2**31 - 1, InvalidParams),
+    "a block id": (
+        lambda n: read_changed(remote_block_ids=[[n]]),
+        2**31 - 1,
+        InvalidParams,
+    ),
     "digests": (digests, MAX_DIGESTS, InvalidParams),
     "tokens": (
         lambda n: params_of_length(300) and read_changed(remote_num_tokens=n),
         300 + 212,
         InvalidParams,
     ),
-    "characters of a name": (lambda n: read_changed(remote_host="x" * n), 512, InvalidParams),
+    "characters of a name": (
+        lambda n: read_changed(remote_host="x" * n),
+        512,
+        InvalidParams,
+    ),
     "a port": (lambda n: read_changed(remote_port=n), 65535, InvalidParams),
     "leases of a renewal": (renewals, MAX_RENEWALS, InvalidMessage),
     "questions of a message": (queries, MAX_QUERIES, InvalidMessage),
@@ -151,7 +172,11 @@ AT_LIMIT: dict[str, tuple[Callable[[int], object], int, type[InputError]]] = {
     "an address": (lambda n: described(base=n), 2**63 - 1, InvalidMessage),
     "a stride": (lambda n: described(block_stride=n), 2**48 - 1, InvalidMessage),
     "blocks": (lambda n: described(blocks=n), 2**40, InvalidMessage),
-    "tokens of a tensor's block": (lambda n: described(block_tokens=n), 65536, InvalidMessage),
+    "tokens of a tensor's block": (
+        lambda n: described(block_tokens=n),
+        65536,
+        InvalidMessage,
+    ),
     "ranks of an interleave": (
         lambda n: described(interleave=Interleave(ranks=n)),
         65536,
@@ -171,7 +196,11 @@ AT_LIMIT: dict[str, tuple[Callable[[int], object], int, type[InputError]]] = {
         MAX_BLOCK_TOKENS,
         InvalidMessage,
     ),
-    "the end of a cache": (lambda n: checked(base=n - 7 * 64 - 64), 1 << 63, InvalidMessage),
+    "the end of a cache": (
+        lambda n: checked(base=n - 7 * 64 - 64),
+        1 << 63,
+        InvalidMessage,
+    ),
 }
 
 
@@ -184,7 +213,8 @@ def test_the_limit_is_accepted_and_one_more_is_refused(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(handshake, "MAX_REQUEST_BYTES"), (handshake, "MAX_REPLY_BYTES")]
+    ("module", "name"),
+    [(handshake, "MAX_REQUEST_BYTES"), (handshake, "MAX_REPLY_BYTES")],
 )
 def test_a_frame_may_have_as_many_bytes_as_its_limit_and_no_more(
     module: Any, name: str, monkeypatch: pytest.MonkeyPatch
@@ -227,7 +257,13 @@ def test_a_lease_takes_the_notifications_of_eight_consumers_whatever_their_numbe
     table = LeaseTable(1)
     table.open(LeaseOpen(slot=0, epoch=EPOCH))
     notifications = [
-        Done(slot=0, epoch=EPOCH, consumer=f"{index:032x}", worker=MAX_WORKERS - 1, expected=2)
+        Done(
+            slot=0,
+            epoch=EPOCH,
+            consumer=f"{index:032x}",
+            worker=MAX_WORKERS - 1,
+            expected=2,
+        )
         for index in range(MAX_CONSUMERS + 1)
     ]
     for done in notifications[:-1]:
@@ -272,7 +308,10 @@ def test_an_engine_may_have_as_many_tensors_in_a_file_and_a_short_form_as_at_a_h
 
 
 def test_the_rows_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = engine(tensor(), engine_id="C"), engine(tensor(head_stride=8, tile_stride=16))
+    ours, theirs = (
+        engine(tensor(), engine_id="C"),
+        engine(tensor(head_stride=8, tile_stride=16)),
+    )
     rows = 8  # two heads of four tokens, none of which follow one another on both sides
     monkeypatch.setattr(planner, "MAX_ROWS", rows)
     plan_transfer(ours, 0, theirs)
@@ -283,7 +322,9 @@ def test_the_rows_of_a_plan_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_descriptors_of_a_plan_are_bounded() -> None:
     """A producer that claims a huge cache in short runs: no index has more than 31 bits, in NIXL neither."""
-    ours = engine(tensor(heads=Range(0, 512), head_stride=32, block_stride=1 << 20), engine_id="C")
+    ours = engine(
+        tensor(heads=Range(0, 512), head_stride=32, block_stride=1 << 20), engine_id="C"
+    )
     each = [
         tensor(
             heads=Range(0, 512),

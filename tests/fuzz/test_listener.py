@@ -85,12 +85,17 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
             return keep
 
         for name in ("subscribe", "unsubscribe"):
-            monkeypatch.setattr(PromptDirectory, name, kept_by(getattr(PromptDirectory, name)))
+            monkeypatch.setattr(
+                PromptDirectory, name, kept_by(getattr(PromptDirectory, name))
+            )
 
         def counted() -> int:
             return sum(counters.total(name) for name in _COUNTED) + len(kept)
 
-        @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+        @settings(
+            max_examples=120,
+            suppress_health_check=[HealthCheck.function_scoped_fixture],
+        )
         @given(st.lists(MESSAGE, min_size=1, max_size=5))
         @example(
             [
@@ -102,7 +107,9 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
             before = counted()
             for frames in messages:
                 sock.send_multipart(frames)
-            wait_until(lambda: counted() == before + len(messages), "every message is counted")
+            wait_until(
+                lambda: counted() == before + len(messages), "every message is counted"
+            )
             listener.inbox.take()
             while sock.poll(0):
                 sock.recv_multipart()
@@ -116,7 +123,9 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
     )
 
 
-def test_a_frame_at_the_limit_is_read_and_one_beyond_it_costs_its_sender_the_connection() -> None:
+def test_a_frame_at_the_limit_is_read_and_one_beyond_it_costs_its_sender_the_connection() -> (
+    None
+):
     counters = Counters()
     with listening(counters) as (listener, port):
         listener.publish(make_description())
@@ -136,12 +145,16 @@ def raw_connection(port: int) -> socket.socket:
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
     received = b""
-    while b"READY" not in received:  # ZMQ ends a connection that goes on before it has said this
+    while (
+        b"READY" not in received
+    ):  # ZMQ ends a connection that goes on before it has said this
         received += connection.recv(4096)
     return connection
 
 
-def test_a_message_without_an_end_is_ended_with_its_connection_and_its_memory_comes_back() -> None:
+def test_a_message_without_an_end_is_ended_with_its_connection_and_its_memory_comes_back() -> (
+    None
+):
     counters = Counters()
     part = b"\x03" + struct.pack(">Q", _PART_BYTES) + bytes(_PART_BYTES)
     parts = MAX_UNFINISHED_BYTES // _PART_BYTES + 10
@@ -150,13 +163,18 @@ def test_a_message_without_an_end_is_ended_with_its_connection_and_its_memory_co
         before = resident_bytes()
         attacks = 12
         for _ in range(attacks):
-            with raw_connection(port) as connection, contextlib.suppress(ConnectionError):
+            with (
+                raw_connection(port) as connection,
+                contextlib.suppress(ConnectionError),
+            ):
                 for _ in range(parts):
                     connection.sendall(part)
                 while connection.recv(1 << 16):
                     pass  # until it is ended
         wait_until(
-            lambda: counters.total("bad_frames") > attacks / 2, "they are counted", timeout_s=60
+            lambda: counters.total("bad_frames") > attacks / 2,
+            "they are counted",
+            timeout_s=60,
         )
         assert isinstance(ask(port), EngineDescription)
         assert resident_bytes() - before < attacks / 2 * parts * _PART_BYTES
@@ -192,7 +210,10 @@ def test_a_message_of_many_empty_frames_never_holds_the_listener_up() -> None:
 
 def test_a_message_of_few_frames_is_dropped_and_its_connection_stays() -> None:
     counters = Counters()
-    with listening(counters, description=make_description()) as (_, port), client(port) as sock:
+    with (
+        listening(counters, description=make_description()) as (_, port),
+        client(port) as sock,
+    ):
         for count in (1, 3, 50):
             sock.send_multipart([b""] * count)
         sock.send_multipart(
@@ -206,13 +227,18 @@ def test_an_endless_message_is_ended_although_zmq_has_read_every_part_of_it_befo
     None
 ):
     part = EMPTY * 16_384
-    with listening(description=make_description()) as (_, port), raw_connection(port) as connection:
+    with (
+        listening(description=make_description()) as (_, port),
+        raw_connection(port) as connection,
+    ):
         sent = 0
         with contextlib.suppress(ConnectionError):
             while sent < 4 * MAX_UNFINISHED_BYTES:
                 connection.sendall(part)
                 sent += len(part)
-                assert isinstance(ask(port), EngineDescription), "by now ZMQ has read it"
+                assert isinstance(ask(port), EngineDescription), (
+                    "by now ZMQ has read it"
+                )
         assert sent < 4 * MAX_UNFINISHED_BYTES
 
 
@@ -234,7 +260,10 @@ def test_of_many_messages_without_an_end_those_with_the_most_bytes_are_ended(
         wait_until(lambda: counters.total("bad_frames") == 1, "it is counted")
         for left in (short, long):
             left.sendall(LAST)
-        wait_until(lambda: counters.total("bad_frames") == 3, "the others are received and dropped")
+        wait_until(
+            lambda: counters.total("bad_frames") == 3,
+            "the others are received and dropped",
+        )
 
 
 def test_long_messages_that_end_are_never_taken_for_one_without_an_end() -> None:
@@ -244,7 +273,9 @@ def test_long_messages_that_end_are_never_taken_for_one_without_an_end() -> None
         listener.publish(make_description())
         for _ in range(count):
             sock.send_multipart([b"", b"\xc1" * MAX_REQUEST_BYTES])
-        wait_until(lambda: counters.total("bad_frames") == count, "all are read", timeout_s=60)
+        wait_until(
+            lambda: counters.total("bad_frames") == count, "all are read", timeout_s=60
+        )
         sock.send_multipart(
             [b"", encode(Hello(engine_id="prefill-0", client_id="the same connection"))]
         )
@@ -253,10 +284,17 @@ def test_long_messages_that_end_are_never_taken_for_one_without_an_end() -> None
         assert counters.total("bad_frames") == count
 
 
-def test_waiting_renewals_are_kept_up_to_a_bound_and_again_after_they_were_taken() -> None:
+def test_waiting_renewals_are_kept_up_to_a_bound_and_again_after_they_were_taken() -> (
+    None
+):
     counters = Counters()
-    names = [LeaseName(slot=slot, epoch=EPOCH) for slot in range(MAX_WAITING_LEASES + 1)]
-    parts = [names[start : start + MAX_RENEWALS] for start in range(0, len(names), MAX_RENEWALS)]
+    names = [
+        LeaseName(slot=slot, epoch=EPOCH) for slot in range(MAX_WAITING_LEASES + 1)
+    ]
+    parts = [
+        names[start : start + MAX_RENEWALS]
+        for start in range(0, len(names), MAX_RENEWALS)
+    ]
     frames = [encode(Renew(boot=BOOT, leases=tuple(part))) for part in parts]
     port = free_port()
     with (

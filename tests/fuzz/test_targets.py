@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from tests.fuzz.targets import ALL, DECISIONS, seeds
 from tests.promises import promise
 
-EXAMPLES = {"planning": 500, "pairing": 400, "mutated_params": 600, "mutated_orders": 100}
+EXAMPLES = {
+    "planning": 500,
+    "pairing": 400,
+    "mutated_params": 600,
+    "mutated_orders": 100,
+}
 EXAMPLES_OF_OTHERS = 250
 
 

@@ -84,7 +84,9 @@ class Caches:
 
 def carve(model: Model, side: Side, place: Place) -> Caches:
     """The caches of the worker at `place`."""
-    pieces = _overlaid(model, side, place) if side.overlaid else _apart(model, side, place)
+    pieces = (
+        _overlaid(model, side, place) if side.overlaid else _apart(model, side, place)
+    )
     sizes: list[int] = []
     tensors: list[tuple[int, PagedTensor]] = []
     for size, found in pieces:
@@ -95,7 +97,9 @@ def carve(model: Model, side: Side, place: Place) -> Caches:
             for one in found
         ]
         sizes[-1] += size + GUARD_BYTES
-    kept = [(storage, one) for storage, one in tensors if len(one.heads) or side.names_empty]
+    kept = [
+        (storage, one) for storage, one in tensors if len(one.heads) or side.names_empty
+    ]
     return Caches(tuple(sizes), tuple(kept))
 
 
@@ -121,7 +125,9 @@ def _apart(model: Model, side: Side, place: Place) -> list[Piece]:
                 at = strides[kind.name]
                 base = at.offset + (0 if each else number * at.steps["L"])
                 found.append(
-                    _tensor(side, place, index, group, layer, kind, at, base, at.steps["B"])
+                    _tensor(
+                        side, place, index, group, layer, kind, at, base, at.steps["B"]
+                    )
                 )
             if each:
                 pieces.append((step, found))
@@ -154,7 +160,17 @@ def _overlaid(model: Model, side: Side, place: Place) -> list[Piece]:
             for kind in group.kinds:
                 at = strides[kind.name]
                 found.append(
-                    _tensor(side, place, index, group, layer, kind, at, start + at.offset, step)
+                    _tensor(
+                        side,
+                        place,
+                        index,
+                        group,
+                        layer,
+                        kind,
+                        at,
+                        start + at.offset,
+                        step,
+                    )
                 )
     return [(page * positions * count, found)]
 
@@ -171,8 +187,14 @@ def _extents(
     found: dict[str, Extent] = {}
     for kind in group.kinds:
         heads = side.shards.heads(place, kind.heads, group.policy)
-        own: Mapping[str, int] = {**sizes, "H": len(heads), "E": kind.elements * group.tile_tokens}
-        found[kind.name] = Extent(own, ITEM_BYTES[group.format(kind, side.cache_dtype).dtype])
+        own: Mapping[str, int] = {
+            **sizes,
+            "H": len(heads),
+            "E": kind.elements * group.tile_tokens,
+        }
+        found[kind.name] = Extent(
+            own, ITEM_BYTES[group.format(kind, side.cache_dtype).dtype]
+        )
     return found
 
 
@@ -194,7 +216,8 @@ def _tensor(
     scales: tuple[float, ...] = ()
     if format_.quantization != "none":
         by_head = tuple(
-            side.scales[head % len(side.scales)] for head in range(heads.start, heads.stop)
+            side.scales[head % len(side.scales)]
+            for head in range(heads.start, heads.stop)
         )
         scales = by_head if len(side.scales) > 1 else side.scales
     return PagedTensor(
@@ -207,7 +230,9 @@ def _tensor(
         block_stride=block_stride,
         heads=heads,
         head_stride=at.steps["H"],
-        tile_tokens=blocks.kernel_tokens if group.policy == "state" else group.tile_tokens,
+        tile_tokens=blocks.kernel_tokens
+        if group.policy == "state"
+        else group.tile_tokens,
         tile_stride=at.steps["N"],
         cell_bytes=kind.elements * ITEM_BYTES[format_.dtype] * group.tile_tokens,
         element_bytes=at.element_bytes if apart else 0,

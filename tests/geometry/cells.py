@@ -50,7 +50,11 @@ def token_of(slots: Ints, interleave: Interleave) -> Ints:
 
 
 def cells_of(
-    tensor: PagedTensor, policy: str, ids: Sequence[int], leading: int, block_tokens: int
+    tensor: PagedTensor,
+    policy: str,
+    ids: Sequence[int],
+    leading: int,
+    block_tokens: int,
 ) -> Cells:
     """The cells of the scheduler blocks `ids`, null blocks apart, in the order of the sequence.
 
@@ -60,19 +64,24 @@ def cells_of(
     """
     if policy == "state":
         # The last block holds the state of the whole sequence, in one cell.
-        return Cells(np.array([ids[-1]]), np.zeros(1, np.int64), np.zeros((1, 1), np.int64))
+        return Cells(
+            np.array([ids[-1]]), np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
+        )
     held = np.flatnonzero(np.asarray(ids) != NULL_BLOCK)
     ratio, tiles = block_tokens // tensor.block_tokens, tensor.tiles
     # [held block, kernel block in it, tile in that]
     shape = (len(held), ratio, tiles)
     kernel = (
-        np.asarray(ids, np.int64)[held][:, None, None] * ratio + np.arange(ratio)[None, :, None]
+        np.asarray(ids, np.int64)[held][:, None, None] * ratio
+        + np.arange(ratio)[None, :, None]
     )
     first_slot = (held + leading)[:, None, None] * block_tokens + np.arange(ratio)[
         None, :, None
     ] * tensor.block_tokens
     tile = np.arange(tiles)[None, None, :]
-    slots = (first_slot + tile * tensor.tile_tokens)[..., None] + np.arange(tensor.tile_tokens)
+    slots = (first_slot + tile * tensor.tile_tokens)[..., None] + np.arange(
+        tensor.tile_tokens
+    )
     return Cells(
         np.broadcast_to(kernel, shape).ravel(),
         np.broadcast_to(tile, shape).ravel(),
@@ -84,17 +93,24 @@ def byte_addresses(tensor: PagedTensor, cells: Cells) -> Ints:
     """The address of every byte, int64 `[cells, local heads, cell_bytes]`: the definition, word for word."""
     byte = np.arange(tensor.cell_bytes)
     if tensor.element_bytes:
-        byte = byte // tensor.element_bytes * tensor.element_stride + byte % tensor.element_bytes
+        byte = (
+            byte // tensor.element_bytes * tensor.element_stride
+            + byte % tensor.element_bytes
+        )
     return np.asarray(
         tensor.base
-        + (cells.blocks * tensor.block_stride + cells.tiles * tensor.tile_stride)[:, None, None]
+        + (cells.blocks * tensor.block_stride + cells.tiles * tensor.tile_stride)[
+            :, None, None
+        ]
         + (np.arange(len(tensor.heads)) * tensor.head_stride)[None, :, None]
         + byte[None, None, :],
         dtype=np.int64,
     )
 
 
-def byte_names(tensor: PagedTensor, cells: Cells, numbers: Mapping[tuple[str, str], int]) -> Ints:
+def byte_names(
+    tensor: PagedTensor, cells: Cells, numbers: Mapping[tuple[str, str], int]
+) -> Ints:
     """The name of every byte, int64 `[cells, local heads, cell_bytes]`.
 
     Args:

@@ -58,7 +58,9 @@ Change = Callable[[EngineDescription, int], EngineDescription]
 
 
 def _names(engine: EngineDescription) -> list[tuple[str, str]]:
-    return sorted({tensor.name for worker in engine.workers for tensor in worker.tensors})
+    return sorted(
+        {tensor.name for worker in engine.workers for tensor in worker.tensors}
+    )
 
 
 def _with_tensors(
@@ -73,14 +75,18 @@ def _with_tensors(
 
 
 def _every(
-    engine: EngineDescription, which: int, changed: Callable[[PagedTensor], PagedTensor | None]
+    engine: EngineDescription,
+    which: int,
+    changed: Callable[[PagedTensor], PagedTensor | None],
 ) -> EngineDescription:
     """Change one tensor on every worker; None takes it away."""
     names = _names(engine)
     name = names[which % len(names)]
 
     def tensors(_: int, before: Sequence[PagedTensor]) -> list[PagedTensor]:
-        after = [changed(tensor) if tensor.name == name else tensor for tensor in before]
+        after = [
+            changed(tensor) if tensor.name == name else tensor for tensor in before
+        ]
         return [tensor for tensor in after if tensor is not None]
 
     return _with_tensors(engine, tensors)
@@ -126,7 +132,9 @@ def _group(name: str, value: str | int) -> Change:
 def _smaller_cells(engine: EngineDescription, which: int) -> EngineDescription:
     def smaller(tensor: PagedTensor) -> PagedTensor:
         less = tensor.element_bytes or tensor.cell_bytes // 2 or 1
-        return msgspec.structs.replace(tensor, cell_bytes=max(less, tensor.cell_bytes - less))
+        return msgspec.structs.replace(
+            tensor, cell_bytes=max(less, tensor.cell_bytes - less)
+        )
 
     return _every(engine, which, smaller)
 
@@ -168,9 +176,14 @@ def _exchanged_groups(engine: EngineDescription, _: int) -> EngineDescription:
     last = len(engine.groups) - 1
 
     def moved(_: int, before: Sequence[PagedTensor]) -> list[PagedTensor]:
-        return [msgspec.structs.replace(tensor, group=last - tensor.group) for tensor in before]
+        return [
+            msgspec.structs.replace(tensor, group=last - tensor.group)
+            for tensor in before
+        ]
 
-    return msgspec.structs.replace(_with_tensors(engine, moved), groups=engine.groups[::-1])
+    return msgspec.structs.replace(
+        _with_tensors(engine, moved), groups=engine.groups[::-1]
+    )
 
 
 def _renamed_model(engine: EngineDescription, _: int) -> EngineDescription:
@@ -197,7 +210,13 @@ def _extra_layer(engine: EngineDescription, which: int) -> EngineDescription:
 CHANGES: dict[str, Change] = {
     **{
         name: _fact(name)
-        for name in ("fingerprint", "dtype", "cache_dtype", "quantization", "speculative")
+        for name in (
+            "fingerprint",
+            "dtype",
+            "cache_dtype",
+            "quantization",
+            "speculative",
+        )
     },
     "a setting": _setting,
     "format.dtype": _format("dtype"),

@@ -165,15 +165,21 @@ def check_copies(
     wrong = target.required & (result != target.names)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
-        found = "an unused byte" if result[at] == _UNUSED else spell(result[at], numbers)
-        raise AssertionError(f"where {spell(target.names[at], numbers)} belongs is {found}")
+        found = (
+            "an unused byte" if result[at] == _UNUSED else spell(result[at], numbers)
+        )
+        raise AssertionError(
+            f"where {spell(target.names[at], numbers)} belongs is {found}"
+        )
     permitted = target.required | target.optional | target.tail | target.late
     assert not writes[~permitted].any(), (
         f"{int((writes[~permitted] > 0).sum())} bytes of others are written"
     )
     assert not (writes > 1).any(), "a byte is written twice"
     kept = target.optional & (writes > 0)
-    assert (result[kept] == target.names[kept]).all(), "a token before the window is wrong"
+    assert (result[kept] == target.names[kept]).all(), (
+        "a token before the window is wrong"
+    )
 
 
 def check_routes(plans: Sequence[TransferPlan], producer: EngineDescription) -> None:
@@ -226,24 +232,36 @@ def _check_balance(plans: Sequence[TransferPlan], producer: EngineDescription) -
         for tensor in description.tensors:
             for head in range(tensor.heads.start, tensor.heads.stop):
                 times = readers[tensor.name, head, worker]
-                replicas.setdefault((tensor.name, head, tensor.interleave.rank), []).append(times)
+                replicas.setdefault(
+                    (tensor.name, head, tensor.interleave.rank), []
+                ).append(times)
     for key, served in replicas.items():
-        assert max(served) - min(served) <= 1, f"replicas of {key} serve {served} readers"
+        assert max(served) - min(served) <= 1, (
+            f"replicas of {key} serve {served} readers"
+        )
 
 
 def _expect(
-    good: Bools, target: Wanted, mask: Bools, what: str, numbers: Mapping[tuple[str, str], int]
+    good: Bools,
+    target: Wanted,
+    mask: Bools,
+    what: str,
+    numbers: Mapping[tuple[str, str], int],
 ) -> None:
     if not good.all():
         name = target.names[mask][int(np.flatnonzero(~good)[0])]
-        raise AssertionError(f"{spell(name, numbers)} {what}; {int((~good).sum())} bytes in all")
+        raise AssertionError(
+            f"{spell(name, numbers)} {what}; {int((~good).sum())} bytes in all"
+        )
 
 
 def _each_byte(starts: Ints, lengths: Ints) -> Ints:
     """The addresses of all bytes of runs, run after run."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
-    return np.asarray(np.repeat(starts - (ends - lengths), lengths) + np.arange(total), np.int64)
+    return np.asarray(
+        np.repeat(starts - (ends - lengths), lengths) + np.arange(total), np.int64
+    )
 
 
 def _cells(
@@ -266,4 +284,8 @@ def _cells(
 
 def _first_tokens(cells: Cells, group: CacheGroup) -> Ints:
     """The first token of every cell; a state's is there whatever the number of tokens is."""
-    return np.full(len(cells.blocks), -1) if group.policy == "state" else cells.tokens[:, 0]
+    return (
+        np.full(len(cells.blocks), -1)
+        if group.policy == "state"
+        else cells.tokens[:, 0]
+    )

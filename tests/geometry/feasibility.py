@@ -24,11 +24,13 @@ _COMPARED_FACTS = ("fingerprint", "dtype", "quantization", "speculative", "setti
 def feasible(consumer: EngineDescription, producer: EngineDescription) -> bool:
     """Whether every worker of `consumer` can get everything that it holds from `producer`."""
     if any(
-        getattr(consumer.facts, name) != getattr(producer.facts, name) for name in _COMPARED_FACTS
+        getattr(consumer.facts, name) != getattr(producer.facts, name)
+        for name in _COMPARED_FACTS
     ):
         return False
     ours, theirs = (
-        [(group.policy, group.window_tokens) for group in x.groups] for x in (consumer, producer)
+        [(group.policy, group.window_tokens) for group in x.groups]
+        for x in (consumer, producer)
     )
     if ours != theirs:
         return False
@@ -39,7 +41,9 @@ def feasible(consumer: EngineDescription, producer: EngineDescription) -> bool:
         for tensor in worker.tensors:
             holders.setdefault(tensor.name, []).append(tensor)
     return all(
-        _found(tensor, head, holders.get(tensor.name, []), ours[tensor.group][0] == "state")
+        _found(
+            tensor, head, holders.get(tensor.name, []), ours[tensor.group][0] == "state"
+        )
         for worker in consumer.workers
         for tensor in worker.tensors
         for head in range(tensor.heads.start, tensor.heads.stop)
@@ -50,7 +54,9 @@ def _layers(engine: EngineDescription) -> set[str]:
     return {tensor.layer for worker in engine.workers for tensor in worker.tensors}
 
 
-def _found(tensor: PagedTensor, head: int, holders: list[PagedTensor], is_state: bool) -> bool:
+def _found(
+    tensor: PagedTensor, head: int, holders: list[PagedTensor], is_state: bool
+) -> bool:
     """Whether all cells of one head are among the holders'."""
     alike = [
         other
@@ -62,14 +68,18 @@ def _found(tensor: PagedTensor, head: int, holders: list[PagedTensor], is_state:
     if is_state or not alike:
         return bool(alike)
     if any(
-        other.interleave == tensor.interleave and other.tile_tokens == tensor.tile_tokens
+        other.interleave == tensor.interleave
+        and other.tile_tokens == tensor.tile_tokens
         for other in alike
     ):
         return True
     everything = [tensor, *alike]
     # Everything repeats after this many tokens.
     period = math.lcm(
-        *(one.interleave.ranks * one.interleave.run_tokens * one.tile_tokens for one in everything)
+        *(
+            one.interleave.ranks * one.interleave.run_tokens * one.tile_tokens
+            for one in everything
+        )
     )
     wanted = _cells(tensor.interleave, tensor.tile_tokens, period)
     return wanted <= frozenset().union(
@@ -78,7 +88,9 @@ def _found(tensor: PagedTensor, head: int, holders: list[PagedTensor], is_state:
 
 
 @lru_cache(maxsize=4096)
-def _cells(interleave: Interleave, tile_tokens: int, period: int) -> frozenset[tuple[int, ...]]:
+def _cells(
+    interleave: Interleave, tile_tokens: int, period: int
+) -> frozenset[tuple[int, ...]]:
     """The tokens of every cell with tokens below `period`."""
     slots = np.arange(period // interleave.ranks).reshape(-1, tile_tokens)
     return frozenset(map(tuple, token_of(slots, interleave).tolist()))

@@ -54,7 +54,9 @@ def _ranks(case: Drawn, plans: Sequence[TransferPlan]) -> Iterator[str]:
         [x for x in _tensors(case, name) if x.interleave.ranks > 1]
         for name in ("producer", "consumer")
     ]
-    shares = [{(x.interleave.ranks, x.interleave.run_tokens) for x in side} for side in sides]
+    shares = [
+        {(x.interleave.ranks, x.interleave.run_tokens) for x in side} for side in sides
+    ]
     if all(shares) and shares[0] != shares[1]:
         yield "dcp on both sides, other sizes or runs"
     if any(x.kind == "mla" for side in sides for x in side):
@@ -68,7 +70,10 @@ def _ranks(case: Drawn, plans: Sequence[TransferPlan]) -> Iterator[str]:
 
 def _blocks(case: Drawn) -> Iterator[str]:
     groups = zip(
-        case.pair.model.groups, case.pair.producer.blocks, case.pair.consumer.blocks, strict=True
+        case.pair.model.groups,
+        case.pair.producer.blocks,
+        case.pair.consumer.blocks,
+        strict=True,
     )
     for group, there, here in groups:
         if group.policy == "state":
@@ -89,8 +94,16 @@ def _bytes(case: Drawn, plans: Sequence[TransferPlan]) -> Iterator[str]:
     slices = [item for route in routes for item in route.slices]
     if any(x.remote.element_bytes and x.local.element_bytes for x in slices):
         yield "elements apart on both sides"
-    yield from (placing.value for placing in Placing if any(x.placing is placing for x in slices))
-    yield from (f"staged in {source.reading.value}" for route in routes for source in route.sources)
+    yield from (
+        placing.value
+        for placing in Placing
+        if any(x.placing is placing for x in slices)
+    )
+    yield from (
+        f"staged in {source.reading.value}"
+        for route in routes
+        for source in route.sources
+    )
     packed = [_packed(_tensors(case, name)) for name in ("producer", "consumer")]
     if any((packed[0] & whole) and (packed[1] - whole) for whole in ({True}, {False})):
         yield "k and v packed on one side only"
@@ -114,7 +127,12 @@ def _tokens(case: Drawn) -> Iterator[str]:
 
 def _tensors(case: Drawn, side: str) -> list[PagedTensor]:
     engine = case.producer if side == "producer" else case.consumer
-    return [x for worker in engine.description.workers for x in worker.tensors if len(x.heads)]
+    return [
+        x
+        for worker in engine.description.workers
+        for x in worker.tensors
+        if len(x.heads)
+    ]
 
 
 def _packed(tensors: Sequence[PagedTensor]) -> set[bool]:

@@ -46,7 +46,11 @@ def hybrid(layers: int = 1, heads: int = 2) -> Model:
         Kind("ssm", 4, 5, 4),
     )
     return _model(
-        [("full", 0, layers, keys), ("window", 20, layers, keys), ("state", 0, layers, states)]
+        [
+            ("full", 0, layers, keys),
+            ("window", 20, layers, keys),
+            ("state", 0, layers, states),
+        ]
     )
 
 
@@ -73,7 +77,9 @@ def side(
     """
     size = len(model.layers) // pp
     edges = [*range(0, size * pp, size), len(model.layers)]
-    stages = tuple(model.layers[start:stop] for start, stop in itertools.pairwise(edges))
+    stages = tuple(
+        model.layers[start:stop] for start, stop in itertools.pairwise(edges)
+    )
     outer, inner = LAYOUTS[layout]
     orders = []
     for group in model.groups:
@@ -84,10 +90,14 @@ def side(
             kind.name: (rest if states else inner.get(kind.name, rest + "E"))
             for kind in group.kinds
         }
-        names = {name: axes if "E" in axes else f"{axes}E" for name, axes in names.items()}
+        names = {
+            name: axes if "E" in axes else f"{axes}E" for name, axes in names.items()
+        }
         orders.append(Order(axes, names, {}, frozenset()))
     kernel = [
-        Blocks(1, 1, blocks) if group.policy == "state" else Blocks(block, ratio, blocks)
+        Blocks(1, 1, blocks)
+        if group.policy == "state"
+        else Blocks(block, ratio, blocks)
         for group in model.groups
     ]
     shards = Shards(Topology(pp=pp, pcp=pcp, tp=tp, dcp=dcp), stages, run, "even")
@@ -115,7 +125,11 @@ def _ids(model: Model, of: Side, tokens: int) -> tuple[tuple[int, ...], ...]:
     for group, blocks in zip(model.groups, of.blocks, strict=True):
         span = span_of(of.shards, group.policy, blocks.block_tokens)
         count = 1 if group.policy == "state" else math.ceil(tokens / span)
-        gone = max(0, (tokens - group.window_tokens) // span) if group.policy == "window" else 0
+        gone = (
+            max(0, (tokens - group.window_tokens) // span)
+            if group.policy == "window"
+            else 0
+        )
         ids: Sequence[int] = [free.pop() for _ in range(count - gone)]
         found.append((NULL_BLOCK,) * gone + tuple(ids))
         if not of.overlaid:
@@ -124,7 +138,9 @@ def _ids(model: Model, of: Side, tokens: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _model(groups: Sequence[tuple[str, int, int, tuple[Kind, ...]]]) -> Model:
-    names = [f"layers.{index}" for index in range(sum(layers for _, _, layers, _ in groups))]
+    names = [
+        f"layers.{index}" for index in range(sum(layers for _, _, layers, _ in groups))
+    ]
     made, at = [], 0
     for policy, window, layers, kinds in groups:
         made.append(Group(policy, window, tuple(names[at : at + layers]), kinds, 1))

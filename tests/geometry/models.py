@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from kvferry.protocol.geometry import Format
 
 MAX_LAYERS = 4
-ITEM_BYTES = {"float8_e4m3": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+ITEM_BYTES = {
+    "float8_e4m3": 1,
+    "float8_e4m3fn": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+}
 _DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
 
 _POLICIES = (
@@ -71,7 +77,8 @@ class Group:
         """The format of a kind; 16-bit attention caches may be kept in another dtype, cells of several tokens not."""
         if self.tile_tokens > 1:
             return Format(
-                dtype=_DTYPES[kind.element_bytes], packing=f"{self.tile_tokens} tokens a cell"
+                dtype=_DTYPES[kind.element_bytes],
+                packing=f"{self.tile_tokens} tokens a cell",
             )
         if not cache_dtype or self.policy == "state" or kind.element_bytes != 2:
             return Format(dtype=_DTYPES[kind.element_bytes])
@@ -95,13 +102,18 @@ class Model:
 def models(draw: st.DrawFn) -> Model:
     """One to four layers in one to three groups."""
     policies = draw(_GROUPS)
-    members = [*range(len(policies)), *(draw(_THIRDS) % len(policies) for _ in range(draw(_MORE)))][
-        :MAX_LAYERS
-    ]
+    members = [
+        *range(len(policies)),
+        *(draw(_THIRDS) % len(policies) for _ in range(draw(_MORE))),
+    ][:MAX_LAYERS]
     layers = tuple(f"layers.{index}" for index in range(len(members)))
     groups = []
     for index, policy in enumerate(policies):
-        own = tuple(layer for layer, member in zip(layers, members, strict=True) if member == index)
+        own = tuple(
+            layer
+            for layer, member in zip(layers, members, strict=True)
+            if member == index
+        )
         window = draw(_WINDOWS) if policy == "window" else 0
         kinds, tile = (draw(_states()), 1) if policy == "state" else draw(_attention())
         groups.append(Group(policy, window, own, kinds, tile))
@@ -124,6 +136,7 @@ def _states(draw: st.DrawFn) -> tuple[Kind, ...]:
     """A convolution state in its sub-projections, whose channels are its heads, and a temporal state."""
     window, channels = draw(_CONVOLUTIONS), draw(_CHANNELS)
     convolution = [
-        Kind(f"conv.{name}", n, window, 2) for name, n in zip("xBC", channels, strict=False)
+        Kind(f"conv.{name}", n, window, 2)
+        for name, n in zip("xBC", channels, strict=False)
     ]
     return (*convolution, Kind("ssm", draw(_STATE_HEADS), draw(_CONVOLUTIONS), 4))

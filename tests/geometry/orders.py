@@ -86,7 +86,10 @@ def orders(draw: st.DrawFn, group: Group) -> Order:
     gaps = {axis: draw(_GAPS) for axis in draw(_GAP_AXES)}
     wide = frozenset(kind.name for kind in group.kinds if kind.elements % 2 == 0)
     return Order(
-        "".join(outer), inner, gaps, wide if style != "dense" and draw(_EITHER) else frozenset()
+        "".join(outer),
+        inner,
+        gaps,
+        wide if style != "dense" and draw(_EITHER) else frozenset(),
     )
 
 
@@ -117,7 +120,11 @@ def lay_out(
 
 
 def _fold(
-    axes: Sequence[str], sizes: Mapping[str, int], gaps: Mapping[str, int], step: int, without: str
+    axes: Sequence[str],
+    sizes: Mapping[str, int],
+    gaps: Mapping[str, int],
+    step: int,
+    without: str,
 ) -> tuple[int, dict[str, int]]:
     steps = {}
     for axis in reversed([axis for axis in axes if axis not in without]):

@@ -31,7 +31,9 @@ FACTS = ModelFacts(
 )
 
 _UNITS = st.sampled_from((1, 2, 4, 8))
-_MULTIPLES = st.sampled_from(((1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (1, 3), (4, 1), (1, 4)))
+_MULTIPLES = st.sampled_from(
+    ((1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (1, 3), (4, 1), (1, 4))
+)
 """Kernel blocks of both sides in a common unit: 2 and 3 of 8 tokens are 16 and 24."""
 _RATIOS = st.sampled_from(((1, 1), (1, 1), (2, 1), (1, 2), (3, 2)))
 """Kernel blocks per scheduler block on both sides."""
@@ -66,7 +68,10 @@ class EngineShards:
 
     def memories(self) -> list[Memory]:
         """Per worker its allocations."""
-        return [Memory(at, one.sizes) for at, one in zip(self.addresses, self.caches, strict=True)]
+        return [
+            Memory(at, one.sizes)
+            for at, one in zip(self.addresses, self.caches, strict=True)
+        ]
 
 
 @st.composite
@@ -74,27 +79,41 @@ def pairs(draw: st.DrawFn) -> Pair:
     """Any pair. It may be unworkable where cells of several tokens meet token interleave."""
     model = draw(models())
     producer_shards, consumer_shards = draw(shards(model)), draw(shards(model))
-    sizes = [draw(_block_sizes(group.policy, group.tile_tokens)) for group in model.groups]
+    sizes = [
+        draw(_block_sizes(group.policy, group.tile_tokens)) for group in model.groups
+    ]
     spans = [
         tuple(
             span_of(of, group.policy, kernel * ratio)
-            for group, (kernel, ratio) in zip(model.groups, [x[which] for x in sizes], strict=True)
+            for group, (kernel, ratio) in zip(
+                model.groups, [x[which] for x in sizes], strict=True
+            )
         )
         for which, of in ((0, consumer_shards), (1, producer_shards))
     ]
     asked = draw(lengths(model, spans[0], spans[1]))
     consumer = draw(
-        _sides(model, consumer_shards, [x[0] for x in sizes], [x[1] for x in asked.local])
+        _sides(
+            model, consumer_shards, [x[0] for x in sizes], [x[1] for x in asked.local]
+        )
     )
     producer = draw(
-        _sides(model, producer_shards, [x[1] for x in sizes], [x[1] for x in asked.remote])
+        _sides(
+            model, producer_shards, [x[1] for x in sizes], [x[1] for x in asked.remote]
+        )
     )
-    return Pair(model, producer, consumer, _request(asked, consumer, producer, draw(_SEEDS)))
+    return Pair(
+        model, producer, consumer, _request(asked, consumer, producer, draw(_SEEDS))
+    )
 
 
 def _request(asked: Lengths, consumer: Side, producer: Side, seed: int) -> Request:
-    counts = [tuple(blocks.count for blocks in side.blocks) for side in (consumer, producer)]
-    return with_ids(asked, counts[0], counts[1], (consumer.overlaid, producer.overlaid), seed)
+    counts = [
+        tuple(blocks.count for blocks in side.blocks) for side in (consumer, producer)
+    ]
+    return with_ids(
+        asked, counts[0], counts[1], (consumer.overlaid, producer.overlaid), seed
+    )
 
 
 @st.composite
@@ -115,7 +134,11 @@ def _block_sizes(
 
 @st.composite
 def _sides(
-    draw: st.DrawFn, model: Model, of: Shards, sizes: Sequence[tuple[int, int]], held: Sequence[int]
+    draw: st.DrawFn,
+    model: Model,
+    of: Shards,
+    sizes: Sequence[tuple[int, int]],
+    held: Sequence[int],
 ) -> Side:
     overlaid = len(model.groups) > 1 and draw(_EITHER)
     spare = draw(_SPARE)
@@ -137,7 +160,9 @@ def _sides(
 def engine(model: Model, side: Side, engine_id: str) -> EngineShards:
     """The engine with made-up addresses: every worker has an address space of its own, far from the others."""
     caches = tuple(carve(model, side, place) for place in side.shards.places())
-    addresses = tuple(_addresses(one, (index + 1) << 32) for index, one in enumerate(caches))
+    addresses = tuple(
+        _addresses(one, (index + 1) << 32) for index, one in enumerate(caches)
+    )
     workers = tuple(
         WorkerDescription(
             place=place,
@@ -175,7 +200,9 @@ def describe(
 def cache_groups(model: Model, side: Side) -> tuple[CacheGroup, ...]:
     return tuple(
         CacheGroup(
-            policy=group.policy, block_tokens=blocks.block_tokens, window_tokens=group.window_tokens
+            policy=group.policy,
+            block_tokens=blocks.block_tokens,
+            window_tokens=group.window_tokens,
         )
         for group, blocks in zip(model.groups, side.blocks, strict=True)
     )

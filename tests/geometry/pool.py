@@ -54,12 +54,19 @@ def staged_waves(
     for source in route.sources:
         if not len(units[source.tokens]):
             continue
-        table, wanted = source_table(source, 0), source_units(source, units[source.tokens])
+        table, wanted = (
+            source_table(source, 0),
+            source_units(source, units[source.tokens]),
+        )
         # No fabric is asked: only what the tables say is looked at.
         prepared = PreparedSource.at_address(0, table, cast(Any, None), cast(Any, None))
         for window in _windows(table, wanted, chunks):
             copies = _wave_copies(
-                route.worker, table, wanted, window, prepared.wave_table(wanted, window, 0)
+                route.worker,
+                table,
+                wanted,
+                window,
+                prepared.wave_table(wanted, window, 0),
             )
             yield StagedWave(window, table.runs, tuple(copies))
 
@@ -73,7 +80,11 @@ def _windows(table: SourceTable, wanted: SourceUnits, chunks: int) -> Iterator[W
 
 
 def _wave_copies(
-    worker: int, table: SourceTable, wanted: SourceUnits, window: Window, relayout: WaveTable
+    worker: int,
+    table: SourceTable,
+    wanted: SourceUnits,
+    window: Window,
+    relayout: WaveTable,
 ) -> Iterator[CopyList]:
     """The copies of one wave, whose first chunk is at address 0 of the pool."""
     firsts = np.cumsum(table.rows[:, 4]) - table.rows[:, 4]
@@ -82,22 +93,32 @@ def _wave_copies(
     row = np.searchsorted(firsts, reads, side="right") - 1
     # The address on the producer that each chunk of the pool was read from.
     chunks = table.rows[row, 0] + (reads - firsts[row]) * table.rows[row, 3]
-    here, there = relayout.units[:, :2].astype(np.int64), relayout.units[:, 2:].astype(np.int64)
+    here, there = (
+        relayout.units[:, :2].astype(np.int64),
+        relayout.units[:, 2:].astype(np.int64),
+    )
     for number, shape in enumerate(relayout.pieces.shapes):
         assert relayout.ranges[number] == (0, len(relayout.units)), (
             "every piece has all units of the wave"
         )
         pieces = relayout.rows[relayout.rows[:, SHAPE] == number]
         combinations = grid([axis.steps for axis in shape.axes])
-        inner = np.array([axis.source_stride for axis in shape.axes], np.int64) @ combinations
-        outer = np.array([axis.destination_stride for axis in shape.axes], np.int64) @ combinations
+        inner = (
+            np.array([axis.source_stride for axis in shape.axes], np.int64)
+            @ combinations
+        )
+        outer = (
+            np.array([axis.destination_stride for axis in shape.axes], np.int64)
+            @ combinations
+        )
         # [pieces, units, combinations of the axes]
         at = (pieces[:, SOURCE, None] + here @ np.array(shape.source_unit_stride))[
             :, :, None
         ] + inner
-        to = (pieces[:, DESTINATION, None] + there @ np.array(shape.destination_unit_stride))[
-            :, :, None
-        ] + outer
+        to = (
+            pieces[:, DESTINATION, None]
+            + there @ np.array(shape.destination_unit_stride)
+        )[:, :, None] + outer
         src, dst = at.ravel(), cast(Ints, to.ravel())
         if not len(src):
             continue
@@ -105,5 +126,9 @@ def _wave_copies(
         assert 0 <= int(chunk.min()) <= int(chunk.max()) < len(chunks), (
             "a piece is read from outside of the wave"
         )
-        assert int(inside.max()) + shape.run <= table.run_bytes, "a piece reaches out of its chunk"
-        yield CopyList(worker, chunks[chunk] + inside, dst, np.full(len(src), shape.run, np.int64))
+        assert int(inside.max()) + shape.run <= table.run_bytes, (
+            "a piece reaches out of its chunk"
+        )
+        yield CopyList(
+            worker, chunks[chunk] + inside, dst, np.full(len(src), shape.run, np.int64)
+        )

@@ -75,18 +75,30 @@ def span_of(shards: Shards, policy: str, block_tokens: int) -> int:
 
 @st.composite
 def lengths(
-    draw: st.DrawFn, model: Model, local_spans: tuple[int, ...], remote_spans: tuple[int, ...]
+    draw: st.DrawFn,
+    model: Model,
+    local_spans: tuple[int, ...],
+    remote_spans: tuple[int, ...],
 ) -> Lengths:
     """A request that can be served: the producer holds what the consumer needs of every group.
 
     Of a window, the last `window_tokens` tokens are needed; of a state, the state, which is the last block's.
     """
-    attention = [index for index, group in enumerate(model.groups) if group.policy != "state"]
+    attention = [
+        index for index, group in enumerate(model.groups) if group.policy != "state"
+    ]
     only_full = all(group.policy == "full" for group in model.groups)
-    most = min(MAX_TOKENS, 3 * max([*(max(local_spans[i], remote_spans[i]) for i in attention), 2]))
+    most = min(
+        MAX_TOKENS,
+        3 * max([*(max(local_spans[i], remote_spans[i]) for i in attention), 2]),
+    )
     # Long enough for a window to leave blocks behind.
     num_tokens = draw(st.integers(1 if only_full else most // 2, most))
-    stop = draw(st.integers(1, num_tokens)) if only_full and draw(_TWO_OF_THREE) else num_tokens
+    stop = (
+        draw(st.integers(1, num_tokens))
+        if only_full and draw(_TWO_OF_THREE)
+        else num_tokens
+    )
     step = math.lcm(*(local_spans[index] for index in attention)) if attention else 1
     hits = (stop - 1) // step if attention else 0
     first = draw(st.integers(1, hits)) * step if hits and draw(_TWO_OF_THREE) else 0
@@ -98,16 +110,27 @@ def lengths(
             local.append((*draw(_STATE_BLOCKS), True))
             remote.append((*draw(_STATE_BLOCKS), nulls_there))
             continue
-        needed = max(first, num_tokens - group.window_tokens) if group.policy == "window" else first
-        here, there = -(-stop // local_spans[index]), -(-num_tokens // remote_spans[index])
+        needed = (
+            max(first, num_tokens - group.window_tokens)
+            if group.policy == "window"
+            else first
+        )
+        here, there = (
+            -(-stop // local_spans[index]),
+            -(-num_tokens // remote_spans[index]),
+        )
         # An engine may free a window's blocks at any time, and tokens that matched locally need not be described.
         clipped = draw(_KEPT) if group.policy == "window" else here
         leading = max(
-            0, min(here - 1, (num_tokens - group.window_tokens) // local_spans[index]) - clipped
+            0,
+            min(here - 1, (num_tokens - group.window_tokens) // local_spans[index])
+            - clipped,
         )
         local.append((leading, here - leading, True))
         left_out = max(0, needed // remote_spans[index] - min(there, draw(_KEPT)))
-        remote.append((left_out, there - left_out, nulls_there and group.policy == "window"))
+        remote.append(
+            (left_out, there - left_out, nulls_there and group.policy == "window")
+        )
     return Lengths(tuple(local), tuple(remote), first, stop, num_tokens)
 
 

@@ -23,7 +23,10 @@ _RULES = st.sampled_from((*("even",) * 4, "ceil", "ceil", "overlap"))
 _THREE_OF_FOUR = st.sampled_from((True, True, True, False))
 _EDGES = {
     (layers, stages): st.sampled_from(
-        [(0, *cuts, layers) for cuts in itertools.combinations(range(1, layers), stages - 1)]
+        [
+            (0, *cuts, layers)
+            for cuts in itertools.combinations(range(1, layers), stages - 1)
+        ]
     )
     for layers, stages in itertools.product(range(1, MAX_LAYERS + 1), repeat=2)
     if stages <= layers
@@ -59,7 +62,10 @@ class Shards:
         """The heads of a worker. Ranks that share a token range out among them have the same ones."""
         if policy == "state":
             return split_heads(heads, self.topology.tp, place.tp, self.rule)
-        ranks, rank = self.topology.tp // self.topology.dcp, place.tp // self.topology.dcp
+        ranks, rank = (
+            self.topology.tp // self.topology.dcp,
+            place.tp // self.topology.dcp,
+        )
         return split_heads(heads, ranks, rank, self.rule)
 
     def interleave(self, place: Place, policy: str, block_tokens: int) -> Interleave:
@@ -88,7 +94,11 @@ def split_heads(heads: int, ranks: int, rank: int, rule: str) -> Range:
     size, more = divmod(heads, ranks)
     start = rank * size + min(rank, more)
     stop = start + size + (rank < more)
-    return Range(start, stop) if rule == "even" else Range(max(0, start - 1), min(heads, stop + 1))
+    return (
+        Range(start, stop)
+        if rule == "even"
+        else Range(max(0, start - 1), min(heads, stop + 1))
+    )
 
 
 @st.composite
@@ -106,7 +116,9 @@ def shards(draw: st.DrawFn, model: Model) -> Shards:
     edges = draw(_EDGES[len(model.layers), pp])
     return Shards(
         topology=Topology(pp=pp, pcp=pcp, tp=tp, dcp=dcp),
-        stages=tuple(model.layers[start:stop] for start, stop in itertools.pairwise(edges)),
+        stages=tuple(
+            model.layers[start:stop] for start, stop in itertools.pairwise(edges)
+        ),
         run_tokens=run,
         rule=draw(_RULES),
     )

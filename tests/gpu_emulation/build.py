@@ -23,7 +23,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ENVIRONMENT = ROOT / ".venv-gpu-emulation"
 COMMAND = ".venv/bin/python -m tests.gpu_emulation.build"
-_PACKAGES = ENVIRONMENT / sysconfig.get_path("purelib", "venv", {"base": ""}).lstrip("/")
+_PACKAGES = ENVIRONMENT / sysconfig.get_path("purelib", "venv", {"base": ""}).lstrip(
+    "/"
+)
 _LIBRARIES = _PACKAGES / "nvidia" / "cu13" / "lib"
 """Where torch's own RPATH looks for NVIDIA's libraries."""
 _TIMEOUT_S = 1200.0
@@ -105,7 +107,10 @@ def _install_packages() -> None:
 
 def _build_stand_ins() -> None:
     """One library with all functions, and beside it one without any for every name under which they are looked for."""
-    modules = [*(_PACKAGES / "torch" / "lib").glob("*.so"), *(_PACKAGES / "vllm").rglob("*.so")]
+    modules = [
+        *(_PACKAGES / "torch" / "lib").glob("*.so"),
+        *(_PACKAGES / "vllm").rglob("*.so"),
+    ]
     needed = {name for module in modules for name in _needed(module)}
     # Triton compiles its own use of the driver where it is installed.
     driver = (_PACKAGES / "triton" / "backends" / "nvidia" / "driver.c").read_text()
@@ -116,7 +121,8 @@ def _build_stand_ins() -> None:
         )
     with tempfile.TemporaryDirectory() as folder:
         objects = [
-            _compiled(source, Path(folder)) for source in sorted((HERE / "stand_ins").glob("*.c"))
+            _compiled(source, Path(folder))
+            for source in sorted((HERE / "stand_ins").glob("*.c"))
         ]
         own = {name for each in objects for name in _defined(each)}
         rest = Path(folder) / "rest.c"
@@ -136,7 +142,9 @@ def _build_stand_ins() -> None:
         for name in sorted(needed):
             # Symbols are asked for with the library's name as their version, of this one with another.
             versions = Path(folder) / "versions"
-            versions.write_text("NVSHMEM { };" if "nvshmem" in name else f"{name} {{ }};")
+            versions.write_text(
+                "NVSHMEM { };" if "nvshmem" in name else f"{name} {{ }};"
+            )
             _link(_LIBRARIES / name, f"-Wl,--version-script={versions}", *link_whole)
 
 
@@ -150,8 +158,14 @@ def _needed(module: Path) -> Iterator[str]:
 
 def _nvidia_symbols(modules: Iterable[Path]) -> Iterator[str]:
     for line in _run("nm", "-D", "--undefined-only", *map(str, modules)).splitlines():
-        name, _, version = line.split()[-1].partition("@") if line.strip() else ("", "", "")
-        if _NVIDIA_LIBRARY.fullmatch(version) or version == "NVSHMEM" or _NVIDIA_SYMBOL.match(name):
+        name, _, version = (
+            line.split()[-1].partition("@") if line.strip() else ("", "", "")
+        )
+        if (
+            _NVIDIA_LIBRARY.fullmatch(version)
+            or version == "NVSHMEM"
+            or _NVIDIA_SYMBOL.match(name)
+        ):
             yield name
 
 
@@ -175,8 +189,21 @@ def _compiled(source: Path, folder: Path) -> Path:
     target = folder / f"{source.stem}.o"
     headers = _PACKAGES / "triton" / "backends" / "nvidia" / "include"
     # Parameters that a stand-in does not look at are the rule.
-    warnings = ("-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-builtin-declaration-mismatch")
-    options = ("-std=gnu11", "-O1", "-g", "-fPIC", *warnings, f"-I{headers}", f"-I{source.parent}")
+    warnings = (
+        "-Wall",
+        "-Wextra",
+        "-Wno-unused-parameter",
+        "-Wno-builtin-declaration-mismatch",
+    )
+    options = (
+        "-std=gnu11",
+        "-O1",
+        "-g",
+        "-fPIC",
+        *warnings,
+        f"-I{headers}",
+        f"-I{source.parent}",
+    )
     _run("gcc", *options, "-c", str(source), "-o", str(target))
     return target
 

@@ -25,7 +25,15 @@ from typing import Any
 
 from tests.gpu_emulation import build
 
-_TORCH = ("functorch", "nvidia", "torch", "torchgen", "torchvision", "torchvision.libs", "triton")
+_TORCH = (
+    "functorch",
+    "nvidia",
+    "torch",
+    "torchgen",
+    "torchvision",
+    "torchvision.libs",
+    "triton",
+)
 _START = """\
 import sys; sys.path.append({root!r})
 import tests.gpu_emulation.emulation.start as start; start.note_launches()
@@ -53,7 +61,10 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     bundle = Path(arguments[0]).resolve()
-    home = Path(os.environ.get("KVFERRY_BUNDLE_HOME") or tempfile.mkdtemp(prefix="kvferry-bundle-"))
+    home = Path(
+        os.environ.get("KVFERRY_BUNDLE_HOME")
+        or tempfile.mkdtemp(prefix="kvferry-bundle-")
+    )
     home.mkdir(parents=True, exist_ok=True)
     manifest = json.loads((bundle / "manifest.json").read_text())
     python = make_machine(home / "machine", manifest["present"])
@@ -67,7 +78,9 @@ def main(arguments: Sequence[str]) -> int:
         "OUT": str(out),
     }
     unpacked_s = _unpacked(bundle, environment)
-    subprocess.run([str(bundle / "run.sh"), *arguments[1:]], env=environment, check=False)
+    subprocess.run(
+        [str(bundle / "run.sh"), *arguments[1:]], env=environment, check=False
+    )
     if not (out / "report.json").is_file():
         return 1
     report = json.loads((out / "report.json").read_text())
@@ -77,7 +90,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _unpacked(bundle: Path, environment: dict[str, str]) -> float:
     began_s = time.monotonic()
-    subprocess.run([str(bundle / "run.sh"), "--unpack-only"], env=environment, check=True)
+    subprocess.run(
+        [str(bundle / "run.sh"), "--unpack-only"], env=environment, check=True
+    )
     return time.monotonic() - began_s
 
 
@@ -86,11 +101,17 @@ def make_machine(folder: Path, present: Sequence[str]) -> Path:
     python = folder / "bin" / "python3"
     if python.exists():
         return python
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True
+    )
     (packages,) = folder.glob("lib/python*/site-packages")
-    emulated = build.ENVIRONMENT / sysconfig.get_path("purelib", "venv", {"base": ""}).lstrip("/")
+    emulated = build.ENVIRONMENT / sysconfig.get_path(
+        "purelib", "venv", {"base": ""}
+    ).lstrip("/")
     for source in emulated.iterdir():
-        if source.name in _TORCH or source.name.startswith(("torch-", "torchvision-", "triton-")):
+        if source.name in _TORCH or source.name.startswith(
+            ("torch-", "torchvision-", "triton-")
+        ):
             (packages / source.name).symlink_to(source)
     for name in present:
         _link_package(name, packages)

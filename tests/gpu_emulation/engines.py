@@ -50,14 +50,21 @@ class Settings:
 
     def spec(self, name: str, model: str, role: str = "") -> EngineSpec:
         """The engine of this name."""
-        attention = {"attention_config": {"backend": self.backend}} if self.backend else {}
+        attention = (
+            {"attention_config": {"backend": self.backend}} if self.backend else {}
+        )
         layout = {"VLLM_KV_CACHE_LAYOUT": self.layout} if self.layout else {}
         return EngineSpec(
             name,
             str(small_model(model, default_cache_dir())),
             role,
             block_size=self.block_size,
-            engine_args={**_ENGINE_ARGS, "dtype": self.dtype, **attention, **self.engine_args},
+            engine_args={
+                **_ENGINE_ARGS,
+                "dtype": self.dtype,
+                **attention,
+                **self.engine_args,
+            },
             environment={**layout, **self.environment},
             extra_config=self.extra_config,
         )
@@ -66,7 +73,10 @@ class Settings:
 def prompt_of(length: int, number: int = 0) -> list[int]:
     """A prompt, another one for every number."""
     span = VOCABULARY - FIRST_TOKEN
-    return [FIRST_TOKEN + (7 * at * at + 11 * at + 131 * number) % span for at in range(length)]
+    return [
+        FIRST_TOKEN + (7 * at * at + 11 * at + 131 * number) % span
+        for at in range(length)
+    ]
 
 
 def difference(one: Answer, other: Answer) -> float:
@@ -110,7 +120,9 @@ class Trio:
         for number, length in enumerate(lengths):
             prompt = prompt_of(length, number)
             answer, _ = hand_over(self.producer, self.consumer, prompt, tokens)
-            worst = max(worst, difference(answer, self.alone.answer(prompt, tokens=tokens)))
+            worst = max(
+                worst, difference(answer, self.alone.answer(prompt, tokens=tokens))
+            )
         return worst
 
     def worst_continuation(self, lengths: Sequence[int], tokens: int = 3) -> float:
@@ -121,7 +133,9 @@ class Trio:
             prompt = prompt_of(length, number)
             said = self.alone.answer(prompt, tokens=tokens + 1)
             rest = Answer(said.tokens[1:], said.logprobs[1:], None)
-            answer, _ = hand_over(self.producer, self.consumer, [*prompt, said.tokens[0]], tokens)
+            answer, _ = hand_over(
+                self.producer, self.consumer, [*prompt, said.tokens[0]], tokens
+            )
             worst = max(worst, difference(answer, rest))
         return worst
 

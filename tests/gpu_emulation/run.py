@@ -33,7 +33,9 @@ def run(arguments: Sequence[str], timeout_s: float) -> int:
         "-o",
         "faulthandler_exit_on_timeout=true",
     )
-    process = subprocess.Popen([*command, *options], cwd=build.ROOT, start_new_session=True)
+    process = subprocess.Popen(
+        [*command, *options], cwd=build.ROOT, start_new_session=True
+    )
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:

@@ -13,6 +13,8 @@ _TIMEOUT_S = 300.0
 
 def test_engines_of_vllms_cuda_wheel_hand_over_on_an_emulated_gpu() -> None:
     if not build.has_packages():
-        pytest.skip(f"NO EMULATED GPU: `{build.COMMAND}` builds it (1.1 GB from PyPI, two minutes)")
+        pytest.skip(
+            f"NO EMULATED GPU: `{build.COMMAND}` builds it (1.1 GB from PyPI, two minutes)"
+        )
     build.build()  # stand-ins that have changed: seconds
     assert run([f"{CASES}/test_handovers.py::test_full_attention"], _TIMEOUT_S) == 0

@@ -90,7 +90,9 @@ class CacheEngine(StandaloneEngine):
 
         def with_faults(agent_name: str) -> Fabric:
             made = make_fabric(agent_name)
-            self.fabrics.append(made if isinstance(made, FaultFabric) else FaultFabric(made))
+            self.fabrics.append(
+                made if isinstance(made, FaultFabric) else FaultFabric(made)
+            )
             return self.fabrics[-1]
 
         super().__init__(
@@ -123,7 +125,11 @@ class CacheEngine(StandaloneEngine):
     ) -> RemotePrefill:
         """The signed params of a prompt, with any digests: there are no token ids."""
         return self.params_of(
-            lease, blocks, tokens, tuple(f"{index:032x}" for index in range(-(-tokens // 256))), row
+            lease,
+            blocks,
+            tokens,
+            tuple(f"{index:032x}" for index in range(-(-tokens // 256))),
+            row,
         )
 
     def order_load(
@@ -171,8 +177,13 @@ class CacheEngine(StandaloneEngine):
         """Change the deadlines of workers that have begun; so no test depends on how fast a good load is."""
         for worker in self.workers:
             contact, thread = first_contact_of(worker), thread_of(worker)
-            contact.settings = replace(contact.settings, handshake_timeout_s=handshake_s)
-            thread.runner.timeout_s, thread.registry.first_reads.timeout_s = load_s, handshake_s
+            contact.settings = replace(
+                contact.settings, handshake_timeout_s=handshake_s
+            )
+            thread.runner.timeout_s, thread.registry.first_reads.timeout_s = (
+                load_s,
+                handshake_s,
+            )
 
     def loads_in(self, *states: LoadState) -> int:
         """How many loads of its workers are in these states now."""

@@ -74,7 +74,9 @@ class PatternCaches:
 
     def cells(self, layer: int, memory: Sequence[Bytes] | None = None) -> Bytes:
         """uint8 `[blocks, heads, tiles, cell_bytes]` of a tensor whose cells are whole, here or in a copy."""
-        view = self._view(self.kv.tensors[layer], self.memory if memory is None else memory)
+        view = self._view(
+            self.kv.tensors[layer], self.memory if memory is None else memory
+        )
         assert view.shape[3] == 1
         return view[:, :, :, 0]
 
@@ -140,10 +142,19 @@ class PatternCaches:
 
     def kernel_blocks(self, blocks: Iterable[int]) -> list[int]:
         """The kernel blocks of scheduler blocks."""
-        return [block * self._ratio + part for block in blocks for part in range(self._ratio)]
+        return [
+            block * self._ratio + part
+            for block in blocks
+            for part in range(self._ratio)
+        ]
 
     def _pieces(
-        self, memory: Sequence[Bytes], blocks: Sequence[int], first: int, stop: int, seed: int
+        self,
+        memory: Sequence[Bytes],
+        blocks: Sequence[int],
+        first: int,
+        stop: int,
+        seed: int,
     ) -> Iterator[tuple[Bytes, list[int], Bytes]]:
         """Per tensor its full blocks that hold tokens [first, stop), then the last one: the view, kernel block ids, and
         the values of their first tiles, `[ids, heads, tiles, elements, element_bytes]`."""
@@ -155,7 +166,9 @@ class PatternCaches:
             values = _values(tensor, tiles, seed)
             cut = full * tensor.tiles
             if full:
-                whole = values[:, :cut].reshape(len(values), full, tensor.tiles, *values.shape[2:])
+                whole = values[:, :cut].reshape(
+                    len(values), full, tensor.tiles, *values.shape[2:]
+                )
                 yield view, kernel[begin : begin + full], whole.swapaxes(0, 1)
             if rest:
                 yield view, [kernel[begin + full]], values[None, :, cut:]
@@ -167,7 +180,9 @@ class PatternCaches:
     def _view(self, tensor: PagedTensor, memory: Sequence[Bytes]) -> Bytes:
         """uint8 `[blocks, heads, tiles, elements, element_bytes]` of one tensor."""
         starts = [tensor.base - part.ctypes.data for part in self.memory]
-        index = next(i for i, part in enumerate(self.memory) if 0 <= starts[i] < part.nbytes)
+        index = next(
+            i for i, part in enumerate(self.memory) if 0 <= starts[i] < part.nbytes
+        )
         element = tensor.element_bytes or tensor.cell_bytes
         shape = (
             tensor.blocks,
@@ -183,7 +198,9 @@ class PatternCaches:
             tensor.element_stride or element,
             1,
         )
-        view: Bytes = np.lib.stride_tricks.as_strided(memory[index][starts[index] :], shape, steps)
+        view: Bytes = np.lib.stride_tricks.as_strided(
+            memory[index][starts[index] :], shape, steps
+        )
         return view
 
 
@@ -239,7 +256,12 @@ class ToyCaches(PatternCaches):
     """Caches of a toy shape, each tensor with guard bytes on both sides."""
 
     def __init__(
-        self, shape: CacheShape, poison: int, device: Device = HOST, *, shared: bool = False
+        self,
+        shape: CacheShape,
+        poison: int,
+        device: Device = HOST,
+        *,
+        shared: bool = False,
     ) -> None:
         self.shape = shape
         strides, tensor_bytes = shape.strides()
@@ -248,7 +270,9 @@ class ToyCaches(PatternCaches):
         files = [SharedFile(size) for size in sizes] if shared else []
         storages = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if shared:
-            storages = [file.tensor[:size] for file, size in zip(files, sizes, strict=True)]
+            storages = [
+                file.tensor[:size] for file, size in zip(files, sizes, strict=True)
+            ]
         bases = [
             storages[0].data_ptr() + layer * step
             if shape.one_storage
@@ -274,16 +298,21 @@ class ToyCaches(PatternCaches):
             )
             for layer, base in enumerate(bases)
         ]
-        super().__init__(storages, tensors, poison, ratio=shape.ratio, device=device, shared=files)
+        super().__init__(
+            storages, tensors, poison, ratio=shape.ratio, device=device, shared=files
+        )
 
 
 def _values(tensor: PagedTensor, tiles: npt.NDArray[np.int64], seed: int) -> Bytes:
     """uint8 `[heads, tiles, elements, element_bytes]` of a request's cells, of which no two are equal: they follow from
     seed, layer, kind, head in the model, and tile of the request."""
     layer = int(tensor.layer.rpartition(".")[2])
-    name = (np.array([seed, 2 * layer + (tensor.kind == "v")], np.uint64) * _MIX[:2]).sum()
+    name = (
+        np.array([seed, 2 * layer + (tensor.kind == "v")], np.uint64) * _MIX[:2]
+    ).sum()
     heads = (
-        np.arange(tensor.heads.start, tensor.heads.stop, dtype=np.uint64)[:, None, None] * _MIX[2]
+        np.arange(tensor.heads.start, tensor.heads.stop, dtype=np.uint64)[:, None, None]
+        * _MIX[2]
     )
     tile = tiles.astype(np.uint64)[None, :, None] * _MIX[3]
     word = heads + tile + name + np.arange(tensor.cell_bytes, dtype=np.uint64) * _MIX[4]

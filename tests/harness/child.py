@@ -116,7 +116,9 @@ class Server:
         self.engine = Engine(
             start.name,
             NixlFabric,
-            shape=CacheShape(blocks=start.blocks, cell_bytes=start.cell_bytes, axes=start.axes),
+            shape=CacheShape(
+                blocks=start.blocks, cell_bytes=start.cell_bytes, axes=start.axes
+            ),
             settings=settings,
             port=start.port,
             lease_s=start.lease_s,
@@ -162,17 +164,25 @@ class Server:
         """Order a load; answered at once only if the lease is known to be claimed or over."""
         source, ledger = _remote(params), self.engine.loads
         if ledger.knows(source):
-            return {"computed": ledger.offer("computed", source, source.remote_num_tokens, 0.0)}
+            return {
+                "computed": ledger.offer(
+                    "computed", source, source.remote_num_tokens, 0.0
+                )
+            }
         self._ordered.append(Ordered(self._number, seed, self.engine.load(source)))
         return None
 
     def accept(self, request_id: str, params: dict[str, Any]) -> str | None:
         """A request arrives with params; the engine has not got round to loading it. Returns why it is refused."""
         source = _remote(params)
-        return self.engine.loads.offer(request_id, source, source.remote_num_tokens, 0.0)
+        return self.engine.loads.offer(
+            request_id, source, source.remote_num_tokens, 0.0
+        )
 
     def stop_at(self, point: Point) -> None:
-        self.engine.fabric.stops.stop_at(point, lambda reached: self._say(None, reached))
+        self.engine.fabric.stops.stop_at(
+            point, lambda reached: self._say(None, reached)
+        )
 
     def go_on_to(self, point: Point) -> None:
         self.engine.fabric.stops.go_on_to(point)
@@ -186,7 +196,9 @@ class Server:
         pool = seen.pool
         names = Counter(one.name for one in threading.enumerate())
         # Up to a fixed number of them begin with the first contacts, and stay.
-        planners = sum(count for name, count in names.items() if name.startswith("kvferry-planner"))
+        planners = sum(
+            count for name, count in names.items() if name.startswith("kvferry-planner")
+        )
         in_hand = Counter(
             leases=len(engine.leases),
             held=len(seen.leases.held),
@@ -251,7 +263,9 @@ class Server:
                 ordered.answered = True
                 reason = seen.failed.get(request_id)
                 good = self.engine.has_bytes(ordered.load, ordered.seed)
-                self._say(ordered.number, {"reason": reason and reason.value, "good": good})
+                self._say(
+                    ordered.number, {"reason": reason and reason.value, "good": good}
+                )
             if ordered.answered and request_id not in seen.alive:
                 self._ordered.remove(ordered)
                 self.engine.free(ordered.load)
@@ -262,7 +276,9 @@ def stop_copies(stops: Stops) -> None:
     steps = MappedReads.steps
 
     def stopping(
-        reads: MappedReads, routes: Iterable[MappedRoute], units: Mapping[TokenMap, UnitPairs]
+        reads: MappedReads,
+        routes: Iterable[MappedRoute],
+        units: Mapping[TokenMap, UnitPairs],
     ) -> Iterator[None]:
         mapped = list(routes)
         copying = steps(reads, mapped, units)

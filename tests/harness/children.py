@@ -21,7 +21,9 @@ class Child:
     def __init__(self, target: Callable[..., object], *arguments: object) -> None:
         context = forkserver()
         self._channel, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self._process = context.Process(
+            target=target, args=(theirs, *arguments), daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -50,7 +52,8 @@ class Child:
         self._signal(signal.SIGSTOP)
         state = Path(f"/proc/{self._process.pid}/stat")
         wait_until(
-            lambda: state.read_text().rpartition(")")[2].split()[0] in "Tt", "it stands still"
+            lambda: state.read_text().rpartition(")")[2].split()[0] in "Tt",
+            "it stands still",
         )
 
     def thaw(self) -> None:

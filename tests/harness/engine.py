@@ -82,7 +82,9 @@ class Engine(CacheEngine):
         self.caches = ToyCaches(shape, POISON, device, shared=shared)
         self.offers: dict[str, Offer] = {}
         self.draw = random.Random(seed)
-        self.unused = list(range(1, shape.blocks // shape.ratio))  # block 0 is vLLM's null block
+        self.unused = list(
+            range(1, shape.blocks // shape.ratio)
+        )  # block 0 is vLLM's null block
         self._numbers = 0
         self._running: dict[str, tuple[tuple[int, ...], int, int]] = {}
         super().__init__(
@@ -142,7 +144,9 @@ class Engine(CacheEngine):
 
     def compute(self, prefill: Prefill, tokens: int) -> None:
         """The next step computes so many more tokens of a prompt, into any blocks that are free."""
-        prefill.compute(tokens, self.take_blocks(prefill.done + tokens, len(prefill.blocks)))
+        prefill.compute(
+            tokens, self.take_blocks(prefill.done + tokens, len(prefill.blocks))
+        )
         if prefill.is_complete:
             assert prefill.params is not None
             offer = Offer(prefill.params, prefill.blocks, prefill.tokens, prefill.seed)
@@ -154,7 +158,8 @@ class Engine(CacheEngine):
         """The offer's params with other fields and the producer's MAC."""
         ticket_now = msgspec.structs.replace(offer.params.kvferry, **(ticket or {}))
         return sign_params(
-            msgspec.structs.replace(offer.params, kvferry=ticket_now, **fields), self.mac_key
+            msgspec.structs.replace(offer.params, kvferry=ticket_now, **fields),
+            self.mac_key,
         )
 
     def word(self, offer: Offer) -> int:
@@ -175,11 +180,15 @@ class Engine(CacheEngine):
     def entries_of_loads(self) -> int:
         """Entries for slot reads that loads hold themselves; those of parked loads are their polls'."""
         holders = snapshot_of(self.worker).holders
-        return sum(len(holder.entries) for holder in holders if holder.state is not None)
+        return sum(
+            len(holder.entries) for holder in holders if holder.state is not None
+        )
 
     def end(self, offer: Offer) -> None:
         """End the lease, on the worker too."""
-        self.leases.release(LeaseName(slot=offer.slot, epoch=offer.params.kvferry.lease_epoch))
+        self.leases.release(
+            LeaseName(slot=offer.slot, epoch=offer.params.kvferry.lease_epoch)
+        )
         self.step()
 
     def give_away(self, offer: Offer) -> None:
@@ -207,14 +216,20 @@ class Engine(CacheEngine):
             request_id, params, local_tokens, params.remote_num_tokens, allocate
         )
         load = OrderedLoad(
-            request_id, blocks, local_tokens, local_tokens + count, self.caches.snapshot()
+            request_id,
+            blocks,
+            local_tokens,
+            local_tokens + count,
+            self.caches.snapshot(),
         )
         self.step()
         return load
 
     def check_bytes(self, load: OrderedLoad, seed: int) -> None:
         """Check every byte of the cache: the loaded ones are right, the tail is zero, and no other has changed."""
-        for found, wanted in zip(self.caches.memory, self._after(load, seed), strict=True):
+        for found, wanted in zip(
+            self.caches.memory, self._after(load, seed), strict=True
+        ):
             assert (found == wanted).all(), f"{(found != wanted).sum()} bytes differ"
 
     def has_bytes(self, load: OrderedLoad, seed: int) -> bool:
@@ -222,7 +237,8 @@ class Engine(CacheEngine):
         expected, own = self._after(load, seed), self.caches.kernel_blocks(load.blocks)
         layers = range(self.shape.layers)
         return all(
-            (self.caches.cells(n)[own] == self.caches.cells(n, expected)[own]).all() for n in layers
+            (self.caches.cells(n)[own] == self.caches.cells(n, expected)[own]).all()
+            for n in layers
         )
 
     def free(self, load: OrderedLoad) -> None:
@@ -233,7 +249,9 @@ class Engine(CacheEngine):
     def _after(self, load: OrderedLoad, seed: int) -> list[Bytes]:
         """The whole cache as it is when nothing but this load has changed it."""
         expected = [part.copy() for part in load.before]
-        self.caches.write_into(expected, load.blocks, load.first, load.stop, seed, tail=0)
+        self.caches.write_into(
+            expected, load.blocks, load.first, load.stop, seed, tail=0
+        )
         return expected
 
     def give_back(self, blocks: Iterable[int]) -> None:
@@ -243,5 +261,7 @@ class Engine(CacheEngine):
     def take_blocks(self, tokens: int, taken: int = 0) -> tuple[int, ...]:
         count = -(-tokens // self.shape.group.block_tokens) - taken
         self.draw.shuffle(self.unused)
-        assert count <= len(self.unused), f"{count} blocks wanted, {len(self.unused)} free"
+        assert count <= len(self.unused), (
+            f"{count} blocks wanted, {len(self.unused)} free"
+        )
         return tuple(self.unused.pop() for _ in range(count))

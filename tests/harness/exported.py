@@ -38,7 +38,9 @@ class Rows(NamedTuple):
 
 def slots_of(worker: FerryWorker) -> Slots:
     table = worker.description.lease_table
-    words = _memory_at(table.address, 2 * 8 * table.slots).view(np.uint64).reshape(-1, 2)
+    words = (
+        _memory_at(table.address, 2 * 8 * table.slots).view(np.uint64).reshape(-1, 2)
+    )
     return Slots(words[:, 0], words[:, 1])
 
 

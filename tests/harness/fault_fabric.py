@@ -212,7 +212,9 @@ class FaultFabric:
             self._slot_lists.add(made)
         return made
 
-    def prepare_remote(self, peer: PeerAgent, rows: DescriptorRows) -> RemoteDescriptors:
+    def prepare_remote(
+        self, peer: PeerAgent, rows: DescriptorRows
+    ) -> RemoteDescriptors:
         self._called("prepare_remote")
         made = self.inner.prepare_remote(peer, rows)
         self.live.add(made)

@@ -52,7 +52,11 @@ class _Held(Transfer):
     """A read in two parts: `begun` is under way, `rest` is posted when the hold is over."""
 
     def __init__(
-        self, hold: Hold, begun: list[Transfer], rest: Callable[[], Transfer] | None, peer: str
+        self,
+        hold: Hold,
+        begun: list[Transfer],
+        rest: Callable[[], Transfer] | None,
+        peer: str,
     ) -> None:
         self.hold, self.begun, self.rest = hold, begun, rest
         self.peer = peer  # type: ignore[assignment]
@@ -73,7 +77,9 @@ def holding_copies() -> Iterator[None]:
             gates[data._mapped] = context.reader.fabric
 
     def held_steps(
-        reads: MappedReads, routes: Iterable[MappedRoute], units: Mapping[TokenMap, UnitPairs]
+        reads: MappedReads,
+        routes: Iterable[MappedRoute],
+        units: Mapping[TokenMap, UnitPairs],
     ) -> Iterator[None]:
         mapped = list(routes)
         copying = steps(reads, mapped, units)
@@ -123,14 +129,18 @@ class GateFabric(FaultFabric):
         remote: RemoteDescriptors,
         remote_indices: Indices,
     ) -> Transfer:
-        hold = None if self.is_slot_list(local) or not len(local_indices) else self.hold()
+        hold = (
+            None if self.is_slot_list(local) or not len(local_indices) else self.hold()
+        )
         if hold is None:
             return super().post_read(local, local_indices, remote, remote_indices)
         cut = round(len(local_indices) * hold.at_once)
         begun, rest = [], None
         if cut:
             begun.append(
-                super().post_read(local, local_indices[:cut], remote, remote_indices[:cut])
+                super().post_read(
+                    local, local_indices[:cut], remote, remote_indices[:cut]
+                )
             )
         if cut < len(local_indices):
             late = (local, local_indices[cut:], remote, remote_indices[cut:])
@@ -174,5 +184,6 @@ class GateFabric(FaultFabric):
         """A read in two parts is one."""
         inner = super().open_handles()
         return replace(
-            inner, transfers=inner.transfers + sum(1 - len(one.begun) for one in self._held)
+            inner,
+            transfers=inner.transfers + sum(1 - len(one.begun) for one in self._held),
         )

@@ -16,7 +16,10 @@ TIMEOUT_S = 150.0
 
 
 def lease(
-    engine: CacheEngine, request_id: str, request: Request, compute: Callable[[], object]
+    engine: CacheEngine,
+    request_id: str,
+    request: Request,
+    compute: Callable[[], object],
 ) -> RemotePrefill:
     """Compute a prompt under a lease, and hold its blocks. Returns the signed params."""
     assert engine.leases.open(request_id)
@@ -28,10 +31,16 @@ def lease(
     return params
 
 
-def load(engine: CacheEngine, request_id: str, request: Request, params: RemotePrefill) -> None:
+def load(
+    engine: CacheEngine, request_id: str, request: Request, params: RemotePrefill
+) -> None:
     """Order the load on all workers."""
     engine.order_load(
-        request_id, params, request.first_token, request.stop_token, lambda _: request.local
+        request_id,
+        params,
+        request.first_token,
+        request.stop_token,
+        lambda _: request.local,
     )
     engine.step()
 
@@ -60,7 +69,10 @@ def hand_over(
     load(consumer, request_id, request, params)
     engines = (producer, consumer)
     step_until(
-        lambda: consumer.seen.is_over(request_id), "the load is over", *engines, timeout_s=TIMEOUT_S
+        lambda: consumer.seen.is_over(request_id),
+        "the load is over",
+        *engines,
+        timeout_s=TIMEOUT_S,
     )
     failed = consumer.seen.failed.get(request_id)
     assert failed is None, f"the load has failed: {failed.value}"
@@ -78,7 +90,9 @@ def hand_over(
         engine.leases.check_integrity()
         engine.loads.check_integrity()
     assert not len(producer.leases)
-    assert all(map(torch.equal, held, contents(producer))), "the producer's memory has changed"
+    assert all(map(torch.equal, held, contents(producer))), (
+        "the producer's memory has changed"
+    )
     moved = consumer.seen.totals[totals:]
     assert sum(one.planned_bytes for one in moved) == sum(
         one.transferred_bytes + one.mapped_bytes for one in moved
@@ -88,4 +102,6 @@ def hand_over(
 
 def contents(engine: CacheEngine) -> list[torch.Tensor]:
     """A copy of every allocation of an engine's caches, worker by worker."""
-    return [storage.clone() for _, caches in engine.shards for storage in caches.storages]
+    return [
+        storage.clone() for _, caches in engine.shards for storage in caches.storages
+    ]

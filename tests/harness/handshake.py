@@ -8,7 +8,12 @@ from kvferry.protocol.handshake import EngineDescription
 
 
 def fetch_description(
-    host: str, port: int, engine_id: str, client_id: str, timeout_s: float, secrets: Secrets = ()
+    host: str,
+    port: int,
+    engine_id: str,
+    client_id: str,
+    timeout_s: float,
+    secrets: Secrets = (),
 ) -> EngineDescription:
     """The description of the engine at this address, by a client of its own."""
     with SideChannelClient(secrets) as client:

@@ -93,7 +93,11 @@ def check_every_turn(worker: FerryWorker) -> list[str]:
     step = thread.registry.step
 
     def checked(now_s: float, in_use: Collection[PeerKey]) -> bool:
-        found.extend(error for error in worker_errors(thread.snapshot_now()) if error not in found)
+        found.extend(
+            error
+            for error in worker_errors(thread.snapshot_now())
+            if error not in found
+        )
         return step(now_s, in_use)
 
     thread.registry.step = checked  # type: ignore[method-assign]
@@ -141,7 +145,9 @@ def pool_errors(pool: PoolSnapshot) -> list[str]:
     if edges != sorted(edges):
         wrong.append(f"waves overlap or leave the pool: {edges}")
     if pool.used_bytes != sum(wave.num_bytes for wave in pool.waves):
-        wrong.append(f"{pool.used_bytes} bytes of the pool are counted as used: {pool.waves}")
+        wrong.append(
+            f"{pool.used_bytes} bytes of the pool are counted as used: {pool.waves}"
+        )
     by_peer = Counter[str]()
     for wave in pool.waves:
         by_peer[wave.peer] += wave.num_bytes
@@ -150,11 +156,17 @@ def pool_errors(pool: PoolSnapshot) -> list[str]:
         for peer, num_bytes in by_peer.items()
         if num_bytes > pool.peer_limit
     ]
-    live = Counter(wave.load for wave in pool.waves if wave.start not in pool.quarantined)
+    live = Counter(
+        wave.load for wave in pool.waves if wave.start not in pool.quarantined
+    )
     wrong += [
-        f"load={load} holds {count} waves" for load, count in live.items() if count > WAVES_PER_LOAD
+        f"load={load} holds {count} waves"
+        for load, count in live.items()
+        if count > WAVES_PER_LOAD
     ]
-    wrong += [f"load={load} waits and holds a wave" for load in pool.waiting if load in live]
+    wrong += [
+        f"load={load} waits and holds a wave" for load in pool.waiting if load in live
+    ]
     not_out = pool.quarantined - {wave.start for wave in pool.waves}
     if not_out:
         wrong.append(f"quarantined but not out: {sorted(not_out)}")
@@ -168,7 +180,10 @@ def table_errors(table: LeaseTableSnapshot) -> list[str]:
         f"the word of slot {slot} is {table.words.get(slot, 0):#x} under epoch {lease.epoch:#x}"
         for slot, lease in table.leases.items()
         if table.words.get(slot, 0)
-        not in (slot_word(lease.epoch, state) for state in (SlotState.COMPUTING, SlotState.READY))
+        not in (
+            slot_word(lease.epoch, state)
+            for state in (SlotState.COMPUTING, SlotState.READY)
+        )
     ]
     if len(table.words) != len(table.leases):
         wrong.append(
@@ -240,13 +255,18 @@ def _wrong_handles(seen: ThreadSnapshot) -> Iterator[str]:
     # Handles that the fabric has not taken back yet are still open, but have no other owner.
     refused_transfers = sum(isinstance(handle, Transfer) for handle in seen.refused)
     refused_lists = sum(
-        isinstance(handle, LocalDescriptors | RemoteDescriptors) for handle in seen.refused
+        isinstance(handle, LocalDescriptors | RemoteDescriptors)
+        for handle in seen.refused
     )
     refused_agents = sum(isinstance(handle, str) for handle in seen.refused)
     transfers = _transfers(list(seen.holders))
     sums = (
         ("transfers", seen.handles.transfers, transfers + refused_transfers),
-        ("prepared", seen.handles.prepared, LISTS_OF_THE_WORKER + seen.lists + refused_lists),
+        (
+            "prepared",
+            seen.handles.prepared,
+            LISTS_OF_THE_WORKER + seen.lists + refused_lists,
+        ),
         ("peers", seen.handles.peers, seen.agents + refused_agents),
     )
     for name, count, known in sums:

@@ -48,13 +48,19 @@ class LinkFabric(FaultFabric):
     ) -> Transfer:
         begin_s = max(self._free_s, time.monotonic())
         made = super().post_read(local, local_indices, remote, remote_indices)
-        self._free_s = begin_s + int(self._lengths[local][local_indices].sum()) / self._bytes_per_s
+        self._free_s = (
+            begin_s + int(self._lengths[local][local_indices].sum()) / self._bytes_per_s
+        )
         self._due_s[made] = self._free_s
         return made
 
     def poll(self, transfer: Transfer) -> TransferState:
         state = super().poll(transfer)
-        return TransferState.IN_FLIGHT if time.monotonic() < self._due_s[transfer] else state
+        return (
+            TransferState.IN_FLIGHT
+            if time.monotonic() < self._due_s[transfer]
+            else state
+        )
 
     def release(self, handle: Transfer | LocalDescriptors | RemoteDescriptors) -> None:
         if isinstance(handle, Transfer):

@@ -88,11 +88,15 @@ class Prefill:
             leases.streams.publish(self._lease, self._lease.stream, stop, (written,))
         if self.is_complete:
             leases.complete(self.request_id)
-            self.params = self.params or self._engine.signed(self._lease, (written,), self.tokens)
+            self.params = self.params or self._engine.signed(
+                self._lease, (written,), self.tokens
+            )
 
         def write() -> None:
             for memory in self._memories:
-                memory.write_into(memory.memory, written, first, stop, self.seed, tail=None)
+                memory.write_into(
+                    memory.memory, written, first, stop, self.seed, tail=None
+                )
             self.computed = stop
 
         self._engine.launched.append(write)

@@ -69,7 +69,9 @@ class EngineProcess(Child):
 
     def until_at(self, point: Point, timeout_s: float = 30.0) -> None:
         """Wait until its transfer thread has stopped there."""
-        self._read_until(lambda: point in self.points, f"stopped at {point.name}", timeout_s)
+        self._read_until(
+            lambda: point in self.points, f"stopped at {point.name}", timeout_s
+        )
         self.points.remove(point)
 
     def load_until(self, point: Point, params: dict[str, Any], seed: int) -> int:
@@ -86,7 +88,9 @@ class EngineProcess(Child):
         """Go on from where its load stands still, and stop at a later point."""
         self.ask("go_on_to", point=point)
 
-    def _read_until(self, happened: Callable[[], object], what: str, timeout_s: float) -> None:
+    def _read_until(
+        self, happened: Callable[[], object], what: str, timeout_s: float
+    ) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not happened():
             try:
@@ -96,7 +100,9 @@ class EngineProcess(Child):
                     f"{self.start.name}: not within {timeout_s:g} s: {what}"
                 ) from None
             except EOFError:
-                raise AssertionError(f"{self.start.name} has ended; wanted {what}") from None
+                raise AssertionError(
+                    f"{self.start.name} has ended; wanted {what}"
+                ) from None
             if number is None:
                 self.points.append(answer)
             else:
@@ -115,7 +121,9 @@ class Fleet:
         self._engines += made
         return [engine.started() for engine in made]
 
-    def engine(self, name: str, port: int | None = None, **settings: Any) -> EngineProcess:
+    def engine(
+        self, name: str, port: int | None = None, **settings: Any
+    ) -> EngineProcess:
         """Start one engine and wait for it."""
         return self.start(Start(name=name, port=port or free_port(), **settings))[0]
 

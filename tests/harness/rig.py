@@ -71,7 +71,10 @@ class Rig:
     ) -> None:
         """Step all engines, or one of them, until the condition holds."""
         step_until(
-            happened, what, *(self.engines if only is None else (only,)), timeout_s=timeout_s
+            happened,
+            what,
+            *(self.engines if only is None else (only,)),
+            timeout_s=timeout_s,
         )
 
     def transfer(
@@ -84,7 +87,8 @@ class Rig:
         assert load.request_id in consumer.seen.loaded, consumer.seen.failed
         consumer.check_bytes(load, seed)
         self.step_until(
-            lambda: offer.request_id in producer.seen.sent, "the producer's blocks are free"
+            lambda: offer.request_id in producer.seen.sent,
+            "the producer's blocks are free",
         )
         consumer.free(load)
         return load
@@ -98,7 +102,9 @@ class Rig:
         if reason is None:
             consumer.check_bytes(load, seed)
         self.step_until(
-            lambda: load.request_id not in consumer.seen.alive, "its blocks are safe", BOUND_S
+            lambda: load.request_id not in consumer.seen.alive,
+            "its blocks are safe",
+            BOUND_S,
         )
         consumer.free(load)
         return reason
@@ -114,7 +120,9 @@ class Rig:
     ) -> FailureReason | None:
         """Step until the load is reported; returns why it failed, or None when it is good."""
         self.step_until(
-            lambda: consumer.seen.is_over(load.request_id), "the load is over", timeout_s
+            lambda: consumer.seen.is_over(load.request_id),
+            "the load is over",
+            timeout_s,
         )
         return consumer.seen.failed.get(load.request_id)
 
@@ -165,7 +173,11 @@ def rig_of(kind: str, settings: WorkerSettings = SETTINGS) -> Iterator[Rig]:
 def until_threads_end() -> None:
     """Wait until no transfer thread is left in this process."""
     wait_until(
-        lambda: not any(thread.name == "kvferry-transfer" for thread in threading.enumerate()),
+        lambda: (
+            not any(
+                thread.name == "kvferry-transfer" for thread in threading.enumerate()
+            )
+        ),
         "the transfer threads have ended",
     )
 

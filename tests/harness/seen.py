@@ -72,9 +72,14 @@ class Seen:
             by.add(index)
             if len(by) == workers:
                 over.sent.append(request_id)
-        for request_id, reason in [*dict.fromkeys(results.loaded).items(), *results.failed.items()]:
+        for request_id, reason in [
+            *dict.fromkeys(results.loaded).items(),
+            *results.failed.items(),
+        ]:
             reports = self.reports.setdefault(request_id, {})
-            assert index not in reports, f"worker {index} reports the load of {request_id} again"
+            assert index not in reports, (
+                f"worker {index} reports the load of {request_id} again"
+            )
             reports[index] = reason
             if reason is not None and request_id not in self.failed:
                 self.failed[request_id] = reason

@@ -46,7 +46,11 @@ class MessageInbox(LeaseInbox):
 
     def get(self, timeout: float = 0.0) -> LeaseMessage:
         """The oldest. Raises `queue.Empty` after `timeout` seconds."""
-        return self._messages.get(timeout=timeout) if timeout else self._messages.get_nowait()
+        return (
+            self._messages.get(timeout=timeout)
+            if timeout
+            else self._messages.get_nowait()
+        )
 
     def qsize(self) -> int:
         return self._messages.qsize()
@@ -60,7 +64,9 @@ class RecordingListener(SideChannelListener):
 
     inbox: MessageInbox
 
-    def __init__(self, host: str, port: int, counters: Counters, secrets: Secrets = ()) -> None:
+    def __init__(
+        self, host: str, port: int, counters: Counters, secrets: Secrets = ()
+    ) -> None:
         # Given, not set afterwards: a peer that waits for this port sends its messages while this line still runs, and
         # they would be in another inbox.
         self.inbox = MessageInbox()
@@ -118,7 +124,10 @@ def client(
 
 
 def ask(
-    port: int, engine_id: str = "prefill-0", version: int = CHANNEL_VERSION, host: str = HOST
+    port: int,
+    engine_id: str = "prefill-0",
+    version: int = CHANNEL_VERSION,
+    host: str = HOST,
 ) -> EngineDescription | Refused:
     """One handshake over a socket of its own."""
     with client(port, zmq.REQ, host=host) as sock:
@@ -140,5 +149,7 @@ BEFORE: set[threading.Thread] = set()
 def threads_named(name: str) -> list[threading.Thread]:
     """Running threads with this name, except those that existed before the test."""
     return [
-        thread for thread in threading.enumerate() if thread.name == name and thread not in BEFORE
+        thread
+        for thread in threading.enumerate()
+        if thread.name == name and thread not in BEFORE
     ]

@@ -41,7 +41,8 @@ def has_ended(connection: socket.socket) -> bool:
 
 def _wait_for(counters: Counters, count: int) -> None:
     wait_until(
-        lambda: counters.total("side_channel_refusals", "too_many") >= count, "one more gives way"
+        lambda: counters.total("side_channel_refusals", "too_many") >= count,
+        "one more gives way",
     )
 
 
@@ -63,7 +64,9 @@ def test_silent_connections_are_closed_for_new_ones_and_active_ones_stay(
         left = [one for one in silent if not has_ended(one)]
         assert len(left) <= MOST
         assert all(has_ended(one) for one in silent[:MOST])
-        assert counters.total("handshakes_served") == 5 * MOST, "the engine was answered every time"
+        assert counters.total("handshakes_served") == 5 * MOST, (
+            "the engine was answered every time"
+        )
         assert isinstance(ask(port), EngineDescription)
         for one in silent:
             one.close()
@@ -90,12 +93,20 @@ def test_a_reused_file_number_of_another_connection_is_left_alone(
     known.accepted(file)
     other, peer = socket.socketpair()
     other_file = other.detach()
-    with mock.patch("kvferry.link.tcp.os.dup", side_effect=lambda _: socket.dup(other_file)):
+    with mock.patch(
+        "kvferry.link.tcp.os.dup", side_effect=lambda _: socket.dup(other_file)
+    ):
         known.accepted(1 << 20)
     assert counters.total("side_channel_refusals", "too_many") == 1
     peer.setblocking(False)
     assert not has_ended(peer)
-    for one in (first, server, peer, socket.socket(fileno=file), socket.socket(fileno=other_file)):
+    for one in (
+        first,
+        server,
+        peer,
+        socket.socket(fileno=file),
+        socket.socket(fileno=other_file),
+    ):
         one.close()
 
 
@@ -109,10 +120,18 @@ def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_byte
     known.accepted(file)
     os.dup2(other, file)
     second.setblocking(False)
-    with mock.patch("kvferry.link.tcp.TcpConnection.unfinished_bytes", return_value=1 << 30):
+    with mock.patch(
+        "kvferry.link.tcp.TcpConnection.unfinished_bytes", return_value=1 << 30
+    ):
         assert known.end_endless() == 0
     assert not has_ended(second)
-    for one in (first, second, server, socket.socket(fileno=file), socket.socket(fileno=other)):
+    for one in (
+        first,
+        second,
+        server,
+        socket.socket(fileno=file),
+        socket.socket(fileno=other),
+    ):
         one.close()
 
 
@@ -123,13 +142,16 @@ def test_unfinished_messages_of_one_host_cost_no_other_its_connection(
     server = socket.create_server((HOST, 0))
 
     def sent(source: str, num_bytes: int) -> socket.socket:
-        connection = socket.create_connection(server.getsockname(), source_address=(source, 0))
+        connection = socket.create_connection(
+            server.getsockname(), source_address=(source, 0)
+        )
         file = server.accept()[0].detach()
         known.accepted(file)
         files.append(file)
         connection.sendall(bytes(num_bytes))
         wait_until(
-            lambda: known.snapshot().unfinished_bytes[file] == num_bytes, "its bytes have arrived"
+            lambda: known.snapshot().unfinished_bytes[file] == num_bytes,
+            "its bytes have arrived",
         )
         return connection
 
@@ -142,7 +164,12 @@ def test_unfinished_messages_of_one_host_cost_no_other_its_connection(
         assert known.end_endless() == 0
     assert not has_ended(honest)
     assert sum(map(has_ended, hostile)) == num_ended
-    for one in (honest, *hostile, server, *(socket.socket(fileno=file) for file in files)):
+    for one in (
+        honest,
+        *hostile,
+        server,
+        *(socket.socket(fileno=file) for file in files),
+    ):
         one.close()
 
 
@@ -169,17 +196,27 @@ def connections(port: int) -> list[socket.socket]:
                 found.append(copy)
             else:
                 copy.close()
-    there = [each for each in found if port in (each.getsockname()[1], each.getpeername()[1])]
+    there = [
+        each for each in found if port in (each.getsockname()[1], each.getpeername()[1])
+    ]
     for each in found:
         if each not in there:
             each.close()
     return there
 
 
-def test_the_kernel_keeps_watch_over_idle_connections_at_both_ends(renewer: LeaseRenewer) -> None:
+def test_the_kernel_keeps_watch_over_idle_connections_at_both_ends(
+    renewer: LeaseRenewer,
+) -> None:
     with listening() as (listener, port):
         renewer.submit(
-            [ReleaseLease(RemoteLease(HOST, port, BOOT, LeaseName(slot=1, epoch=EPOCH), 3600.0))]
+            [
+                ReleaseLease(
+                    RemoteLease(
+                        HOST, port, BOOT, LeaseName(slot=1, epoch=EPOCH), 3600.0
+                    )
+                )
+            ]
         )
         listener.inbox.get(timeout=30.0)
         both = connections(port)

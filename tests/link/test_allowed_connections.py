@@ -86,7 +86,10 @@ def test_what_is_no_host_leads_nowhere_even_where_any_host_is_allowed(
         AllowedHosts.from_entries(["fd00::/64", "0.0.0.0/0", "::/0", "*.example"]),
         ANY_HOST,
     ):
-        with client(allowed) as client_id, pytest.raises(HandshakeFailed, match=r"address|host"):
+        with (
+            client(allowed) as client_id,
+            pytest.raises(HandshakeFailed, match=r"address|host"),
+        ):
             fetch(client_id, host)
     assert connected == looked_up == []
 
@@ -137,7 +140,8 @@ def test_a_name_of_this_host_must_lead_to_this_host(
 
 
 @pytest.mark.parametrize(
-    "found", ["0.0.0.0", "::", "255.255.255.255", "224.0.0.1", "ff02::1", "fe80::1%eth0"]
+    "found",
+    ["0.0.0.0", "::", "255.255.255.255", "224.0.0.1", "ff02::1", "fe80::1%eth0"],
 )
 def test_a_listed_name_leads_to_no_address_of_many_hosts(
     found: str, connected: list[str], monkeypatch: pytest.MonkeyPatch
@@ -157,7 +161,9 @@ def test_a_name_is_looked_up_once_for_a_connection_and_its_answer_is_what_is_con
     """A name server that gives an allowed address first and another one to the next question wins nothing."""
     answers = iter([HOST, FOREIGN, FOREIGN])
     monkeypatch.setattr(host_names, "look_up", lambda _: next(answers))
-    monkeypatch.setattr(allowed_hosts, "is_this_host", lambda address: str(address) == HOST)
+    monkeypatch.setattr(
+        allowed_hosts, "is_this_host", lambda address: str(address) == HOST
+    )
     with listening(description=make_description()) as (_, port), client() as client_id:
         assert fetch(client_id, "localhost", port) == make_description()
         with pytest.raises(HandshakeFailed, match="not this host"):
@@ -179,14 +185,19 @@ def test_any_host_is_not_the_service_that_gives_a_machine_its_credentials(
     assert AllowedHosts.from_entries(["*", "169.254.0.0/16"]).allow(metadata)
 
 
-def test_with_a_secret_any_host_is_asked_and_only_one_with_it_is_read(looked_up: list[str]) -> None:
+def test_with_a_secret_any_host_is_asked_and_only_one_with_it_is_read(
+    looked_up: list[str],
+) -> None:
     """A false producer has no answer to CURVE: not a byte of its description is decoded."""
     with client(secrets=(NEW,)) as client_id:
         with listening(secrets=(NEW,), description=make_description()) as (_, port):
             assert fetch(client_id, HOST, port) == make_description()
         for theirs in ((), (OTHER,)):
             counters = Counters()
-            with listening(counters, theirs, description=make_description()) as (_, port):
+            with listening(counters, theirs, description=make_description()) as (
+                _,
+                port,
+            ):
                 with pytest.raises(PeerRefused, match="secret"):
                     fetch(client_id, HOST, port)
                 assert counters.total("handshakes_served") == 0
@@ -215,7 +226,9 @@ def test_zones_and_dead_names_keep_no_honest_exchange_waiting(
             names = [f"dead-{n}.example" for n in range(3)]
             failed: list[str] = []
             threads = [
-                threading.Thread(target=lambda host=host: failed.append(_failure(client_id, host)))
+                threading.Thread(
+                    target=lambda host=host: failed.append(_failure(client_id, host))
+                )
                 for host in zones + names
             ]
             for thread in threads:
@@ -246,7 +259,9 @@ def test_a_decoder_that_finds_nothing_on_its_own_host_names_the_variable() -> No
                     fetch(client_id, host, port, timeout_s=0.2)
 
 
-def test_a_decoder_that_finds_another_engine_on_its_own_host_names_the_variable() -> None:
+def test_a_decoder_that_finds_another_engine_on_its_own_host_names_the_variable() -> (
+    None
+):
     with (
         listening(description=make_description()) as (_, port),
         client() as client_id,

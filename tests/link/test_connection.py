@@ -52,7 +52,9 @@ def ask(server: socket.socket) -> Iterator[Ask]:
 
     def fetch(secrets: tuple[Secret, ...]) -> EngineDescription:
         with SideChannelClient(secrets) as client:
-            return client.fetch_description("127.0.0.1", port, "prefill-0", "decode-0", NEVER_S)
+            return client.fetch_description(
+                "127.0.0.1", port, "prefill-0", "decode-0", NEVER_S
+            )
 
     with ThreadPoolExecutor(1) as threads:
         yield lambda *secrets: threads.submit(fetch, secrets)
@@ -72,7 +74,9 @@ def test_without_a_secret_a_listener_that_cuts_every_connection_is_refused(
 ) -> None:
     asked = ask()
     cut(server, 3)
-    with pytest.raises(PeerRefused, match=f"most likely because it has a secret.*{VARIABLE}"):
+    with pytest.raises(
+        PeerRefused, match=f"most likely because it has a secret.*{VARIABLE}"
+    ):
         asked.result()
 
 
@@ -93,7 +97,9 @@ def test_a_listener_that_answers_without_end_is_cut_off(
     monkeypatch.setattr(clients, "MAX_PART_FRAME_BYTES", 1 << 16)
     asked = ask()
     endless = 1 << 30
-    assert [answer_without_end(server, endless) < endless for _ in range(3)] == [True] * 3
+    assert [answer_without_end(server, endless) < endless for _ in range(3)] == [
+        True
+    ] * 3
     with pytest.raises(HandshakeFailed, match="ended 3 connections without an answer"):
         asked.result()
 
@@ -148,7 +154,8 @@ def test_a_listener_that_ends_every_connection_fails_the_handshake_long_before_i
     for _ in range(limits.ATTEMPTS):
         end_after_the_request(server)
     with pytest.raises(
-        HandshakeFailed, match=f":{server.getsockname()[1]} ended 3 connections without an answer$"
+        HandshakeFailed,
+        match=f":{server.getsockname()[1]} ended 3 connections without an answer$",
     ):
         asked.result(NEVER_S / 2)
 
@@ -170,8 +177,9 @@ def test_a_listener_that_cuts_the_plain_connection_too_has_another_secret(
     cut(server, 3)
     with pytest.raises(PeerRefused) as refused:
         asked.result()
-    assert f"none of the secrets listed here ({OLD.fingerprint}, {NEW.fingerprint})" in str(
-        refused.value
+    assert (
+        f"none of the secrets listed here ({OLD.fingerprint}, {NEW.fingerprint})"
+        in str(refused.value)
     )
 
 
@@ -184,7 +192,9 @@ def test_a_listener_without_a_secret_is_known_by_the_first_connection_with_one(
         asked.result()
 
 
-def test_delays_double_up_to_a_bound_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delays_double_up_to_a_bound_and_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backoff = Backoff(1.0, 5.0)
     assert len({backoff.delay_s(1) for _ in range(10)}) > 1
     assert all(0.5 <= backoff.delay_s(1) <= 1.5 for _ in range(100))

@@ -39,13 +39,17 @@ class Scene:
         self.failed: dict[Address, HandshakeFailed] = {}
         self.tasks: dict[Address, asyncio.Task[None]] = {}
 
-    async def connect(self, host: str, port: int = 1, kind: TurnKind = TurnKind.NAMED) -> None:
+    async def connect(
+        self, host: str, port: int = 1, kind: TurnKind = TurnKind.NAMED
+    ) -> None:
         """Begin to connect, and let everything happen that can."""
         self.begin(host, port, kind)
         await settle()
 
     def begin(self, host: str, port: int = 1, kind: TurnKind = TurnKind.NAMED) -> None:
-        self.tasks[host, port] = asyncio.ensure_future(self._connect((host, port), kind))
+        self.tasks[host, port] = asyncio.ensure_future(
+            self._connect((host, port), kind)
+        )
 
     async def _connect(self, address: Address, kind: TurnKind) -> None:
         async def open_connection() -> Connection:
@@ -113,7 +117,9 @@ def test_a_host_that_is_written_in_many_ways_is_one_host() -> None:
         for port in range(300):
             letters = zip("example", f"{port % 128:07b}", strict=True)
             scene.begin(
-                "silent." + "".join(one.upper() if up == "1" else one for one, up in letters), port
+                "silent."
+                + "".join(one.upper() if up == "1" else one for one, up in letters),
+                port,
             )
         await settle()
         assert len(scene.begun) == AT_ONCE[TurnKind.NAMED] // 2
@@ -178,7 +184,9 @@ def test_addresses_that_do_not_answer_close_no_idle_connection() -> None:
     play(run)
 
 
-def test_one_in_use_is_never_given_up_and_of_idle_ones_first_that_of_the_same_host() -> None:
+def test_one_in_use_is_never_given_up_and_of_idle_ones_first_that_of_the_same_host() -> (
+    None
+):
     async def run() -> None:
         scene = Scene(most=4)
         others = [(f"e{number}", 1) for number in range(4)]
@@ -257,7 +265,9 @@ def test_with_few_files_there_are_few_places(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_is_cancelled_closed_or_given_up_no_place_and_no_turn_is_lost(seed: int) -> None:
+def test_whatever_is_cancelled_closed_or_given_up_no_place_and_no_turn_is_lost(
+    seed: int,
+) -> None:
     dice = random.Random(seed)
 
     async def run() -> None:
@@ -267,10 +277,14 @@ def test_whatever_is_cancelled_closed_or_given_up_no_place_and_no_turn_is_lost(s
             scene.begin(host, number, dice.choice(list(TurnKind)))
             for _ in range(dice.randrange(3)):
                 await asyncio.sleep(0)
-            for task in dice.sample(list(scene.tasks.values()), min(3, len(scene.tasks))):
+            for task in dice.sample(
+                list(scene.tasks.values()), min(3, len(scene.tasks))
+            ):
                 if dice.random() < 0.3:
                     task.cancel()
-            for place in dice.sample(list(scene.connected.values()), min(3, len(scene.connected))):
+            for place in dice.sample(
+                list(scene.connected.values()), min(3, len(scene.connected))
+            ):
                 dice.choice([place.idle, place.use, place.idle])()
             if scene.connected and dice.random() < 0.1:
                 scene.connected.pop(dice.choice(list(scene.connected))).close(1)
@@ -284,7 +298,12 @@ def test_whatever_is_cancelled_closed_or_given_up_no_place_and_no_turn_is_lost(s
         places = scene.places
         assert len(places) == 0
         left = places.snapshot()
-        assert (left.in_use, left.idle, left.connecting, left.waiting) == ({}, {}, {}, {})
+        assert (left.in_use, left.idle, left.connecting, left.waiting) == (
+            {},
+            {},
+            {},
+            {},
+        )
         scene.connected.clear()
         await scene.connect("after")
         assert ("after", 1) in scene.connected
@@ -323,7 +342,9 @@ def test_messages_have_connections_although_queries_need_all_slots() -> None:
             scene.connected[f"renewed{number}", 1].idle()
         assert len(scene.connected) == 2 * 8
         renewed = [host for host, _ in scene.given_up]
-        assert renewed == [f"renewed{number}" for number in range(12)], "the longest idle ones"
+        assert renewed == [f"renewed{number}" for number in range(12)], (
+            "the longest idle ones"
+        )
         await scene.cancel_all()
 
     play(run)

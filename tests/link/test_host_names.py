@@ -35,7 +35,9 @@ def test_localhost_is_the_address_that_a_listener_on_it_binds() -> None:
     assert look_up("localhost") == "127.0.0.1"
 
 
-@pytest.mark.parametrize("host", ["no such host", "a" * 300, "é" * 70 + ".example", "..", "\udc80"])
+@pytest.mark.parametrize(
+    "host", ["no such host", "a" * 300, "é" * 70 + ".example", "..", "\udc80"]
+)
 def test_a_host_that_does_not_exist_has_no_address(host: str) -> None:
     assert look_up(host) is None
 
@@ -80,7 +82,9 @@ def test_without_a_free_thread_a_look_up_fails_and_a_later_one_succeeds(
     asyncio.run(run())
 
 
-def test_no_more_threads_than_allowed_look_names_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_threads_than_allowed_look_names_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     answer = threading.Event()
     before = threading.active_count()
     slow = [f"slow-{number}" for number in range(MAX_LOOKUPS)]
@@ -93,7 +97,9 @@ def test_no_more_threads_than_allowed_look_names_up(monkeypatch: pytest.MonkeyPa
         names = HostNames()
         waiting = asyncio.ensure_future(find(names, slow))
         await asyncio.sleep(0)
-        assert await find(names, [f"more-{number}" for number in range(10)]) == [None] * 10
+        assert (
+            await find(names, [f"more-{number}" for number in range(10)]) == [None] * 10
+        )
         assert threading.active_count() - before <= MAX_LOOKUPS
         answer.set()
         assert await waiting == slow

@@ -120,7 +120,9 @@ def test_a_name_is_read_without_a_look_up(
         ("[::1]", "[::1]:5600"),
     ],
 )
-def test_the_port_of_an_ipv6_address_can_be_told_from_it(host: str, written: str) -> None:
+def test_the_port_of_an_ipv6_address_can_be_told_from_it(
+    host: str, written: str
+) -> None:
     assert host_port(host, 5600) == written
     assert channel_address(host, 5600) == f"tcp://{written}"
 
@@ -132,7 +134,11 @@ def test_no_other_code_writes_a_host_and_its_port() -> None:
         for package in ("protocol", "scheduler", "worker", "connector", "cli")
         for path in (ROOT / package).rglob("*.py")
     )
-    found = {str(path.relative_to(ROOT)) for path in sources if written.search(path.read_text())}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in sources
+        if written.search(path.read_text())
+    }
     # A label of metrics has neither brackets nor other characters that a query would have to escape.
     assert found == {"connector/kvferry/connector/metrics/stats.py"}
 
@@ -146,21 +152,34 @@ def addresses_of_interfaces() -> Iterator[str]:
 
 
 def test_this_hosts_addresses_are_those_of_its_interfaces_and_loopback() -> None:
-    own = [address for address in addresses_of_interfaces() if not address.startswith("fe80")]
+    own = [
+        address
+        for address in addresses_of_interfaces()
+        if not address.startswith("fe80")
+    ]
     assert "127.0.0.1" in own
     for address in (*own, "127.9.9.9"):
         assert is_this_host(ipaddress.ip_address(address)), address
-    for address in ("203.0.113.7", "10.255.255.254", "2001:db8::7", "8.8.8.8", "169.254.169.254"):
-        assert address in own or not is_this_host(ipaddress.ip_address(address)), address
+    for address in (
+        "203.0.113.7",
+        "10.255.255.254",
+        "2001:db8::7",
+        "8.8.8.8",
+        "169.254.169.254",
+    ):
+        assert address in own or not is_this_host(ipaddress.ip_address(address)), (
+            address
+        )
 
 
 @pytest.mark.parametrize("kept", ["_is_own_source", "_is_routed_to_itself"])
 def test_either_test_by_the_kernel_is_enough_and_neither_knows_another_host(
     kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = {"_is_own_source": "_is_routed_to_itself", "_is_routed_to_itself": "_is_own_source"}[
-        kept
-    ]
+    other = {
+        "_is_own_source": "_is_routed_to_itself",
+        "_is_routed_to_itself": "_is_own_source",
+    }[kept]
     monkeypatch.setattr(this_host, other, lambda address: None)
     own = [
         text
@@ -172,7 +191,9 @@ def test_either_test_by_the_kernel_is_enough_and_neither_knows_another_host(
     assert not is_this_host(ipaddress.ip_address("203.0.113.7"))
 
 
-def test_a_host_without_sockets_left_knows_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_sockets_left_knows_loopback_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def none_left(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
@@ -206,13 +227,23 @@ def test_names_of_this_host_are_its_own_and_those_its_file_gives_it(
 def test_a_producer_that_would_announce_no_host_does_not_start_and_names_the_variable(
     host: str,
 ) -> None:
-    with pytest.raises(InvalidConfig, match=f"{HOST_VARIABLE} is .*that decoders reach"):
+    with pytest.raises(
+        InvalidConfig, match=f"{HOST_VARIABLE} is .*that decoders reach"
+    ):
         check_announced(host)
 
 
 @pytest.mark.parametrize(
     "host",
-    ["localhost", "127.0.0.1", "::1", "[fd00::1]", "10.1.2.3", "169.254.1.2", "node_1.example."],
+    [
+        "localhost",
+        "127.0.0.1",
+        "::1",
+        "[fd00::1]",
+        "10.1.2.3",
+        "169.254.1.2",
+        "node_1.example.",
+    ],
 )
 def test_a_producer_may_announce_any_other_host(host: str) -> None:
     check_announced(host)
@@ -220,7 +251,13 @@ def test_a_producer_may_announce_any_other_host(host: str) -> None:
 
 @pytest.mark.parametrize(
     ("host", "is_own"),
-    [("localhost", True), ("127.0.0.1", True), ("[::1]", True), ("10.1.2.3", False), ("p0", False)],
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("[::1]", True),
+        ("10.1.2.3", False),
+        ("p0", False),
+    ],
 )
 def test_who_finds_no_producer_on_its_own_host_is_told_of_the_variable(
     host: str, is_own: bool

@@ -28,7 +28,9 @@ FOREIGN = "127.0.0.2"
 @pytest.fixture
 def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """A server of the other host."""
-    monkeypatch.setattr(allowed_hosts, "is_this_host", lambda address: str(address) != FOREIGN)
+    monkeypatch.setattr(
+        allowed_hosts, "is_this_host", lambda address: str(address) != FOREIGN
+    )
     with socket.create_server((FOREIGN, 0)) as server:
         server.setblocking(False)
         yield server
@@ -41,7 +43,10 @@ def test_renewals_and_releases_are_counted_and_not_sent(
 ) -> None:
     port = foreign.getsockname()[1]
     renewer.submit(
-        [RenewLease(lease(port, host=FOREIGN)), ReleaseLease(lease(port, 2, host=FOREIGN))]
+        [
+            RenewLease(lease(port, host=FOREIGN)),
+            ReleaseLease(lease(port, 2, host=FOREIGN)),
+        ]
     )
     wait_until(
         lambda: counters.total("side_channel_errors") >= 1,
@@ -54,9 +59,14 @@ def test_a_question_is_answered_as_if_nobody_knew_the_prompt(
 ) -> None:
     answers: queue.SimpleQueue[tuple[Producer, Answer]] = queue.SimpleQueue()
     producer = (FOREIGN, foreign.getsockname()[1])
-    queries = QueryClient(renewer.links, "decode-0", lambda *answer: answers.put(answer))
+    queries = QueryClient(
+        renewer.links, "decode-0", lambda *answer: answers.put(answer)
+    )
     queries.submit([StartQuery(producer, query(7))])
-    assert answers.get(timeout=30) == (producer, Answer(number=7, progress=PromptProgress.UNKNOWN))
+    assert answers.get(timeout=30) == (
+        producer,
+        Answer(number=7, progress=PromptProgress.UNKNOWN),
+    )
 
 
 def test_a_producer_to_prewarm_is_not_asked_and_the_log_says_which_key_is_missing(
@@ -71,5 +81,8 @@ def test_a_producer_to_prewarm_is_not_asked_and_the_log_says_which_key_is_missin
         found.append,
         5.0,
     ).start()
-    wait_until(lambda: "neither a secret nor allowed_hosts" in caplog.text, "the reason is logged")
+    wait_until(
+        lambda: "neither a secret nor allowed_hosts" in caplog.text,
+        "the reason is logged",
+    )
     assert found == []

@@ -72,7 +72,9 @@ def test_a_hello_is_answered_with_the_whole_description(
 
 
 def test_a_long_description_is_fetched_in_parts_as_one_handshake(
-    served: tuple[RecordingListener, int], counters: Counters, monkeypatch: pytest.MonkeyPatch
+    served: tuple[RecordingListener, int],
+    counters: Counters,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handshake, "MAX_PART_BYTES", 100)
     with SideChannelClient() as client_id:
@@ -86,11 +88,15 @@ def test_a_long_description_is_fetched_in_parts_as_one_handshake(
             [b"", encode(Hello(engine_id="prefill-0", client_id="test", at=1 << 20))]
         )
         assert decode_reply(sock.recv_multipart()[1]) == Refused(
-            field="at", value=str(1 << 20), expected=f"less than {len(encode(make_description()))}"
+            field="at",
+            value=str(1 << 20),
+            expected=f"less than {len(encode(make_description()))}",
         )
 
 
-def test_before_the_workers_are_ready_a_hello_is_refused_as_starting(counters: Counters) -> None:
+def test_before_the_workers_are_ready_a_hello_is_refused_as_starting(
+    counters: Counters,
+) -> None:
     with listening(counters) as (listener, port):
         answer = ask(port)
         assert isinstance(answer, Refused)
@@ -119,7 +125,9 @@ def test_an_unworkable_hello_is_refused_by_the_name_of_its_field(
     )
 
 
-def test_messages_about_unknown_leases_are_dropped_before_the_inbox(counters: Counters) -> None:
+def test_messages_about_unknown_leases_are_dropped_before_the_inbox(
+    counters: Counters,
+) -> None:
     """So a flood of invented names keeps no renewal out, and costs the next step nothing."""
     mine, port = LeaseName(slot=2, epoch=EPOCH), free_port()
     listener = SideChannelListener(
@@ -127,21 +135,30 @@ def test_messages_about_unknown_leases_are_dropped_before_the_inbox(counters: Co
     )
     try:
         with client(port) as sock:
-            guesses = tuple(LeaseName(slot=2, epoch=f"{guess:015x}") for guess in range(1, 1001))
+            guesses = tuple(
+                LeaseName(slot=2, epoch=f"{guess:015x}") for guess in range(1, 1001)
+            )
             sock.send_multipart([b"", encode(Renew(boot=BOOT, leases=guesses))])
             sock.send_multipart([b"", encode(Release(boot="f" * 32, leases=(mine,)))])
-            sock.send_multipart([b"", encode(Renew(boot=BOOT, leases=(*guesses, mine)))])
-            wait_until(lambda: counters.total("renewals_unknown") == 2000, "everything has arrived")
+            sock.send_multipart(
+                [b"", encode(Renew(boot=BOOT, leases=(*guesses, mine)))]
+            )
+            wait_until(
+                lambda: counters.total("renewals_unknown") == 2000,
+                "everything has arrived",
+            )
             wait_until(lambda: not listener.inbox.empty(), "what is known waits")
-        assert [(received.boot, received.name) for received in listener.inbox.take()] == [
-            (BOOT, mine)
-        ]
+        assert [
+            (received.boot, received.name) for received in listener.inbox.take()
+        ] == [(BOOT, mine)]
         assert counters.total("releases_unknown") == 1
     finally:
         listener.close()
 
 
-def test_tickets_that_do_not_fit_into_one_frame_come_in_several(counters: Counters) -> None:
+def test_tickets_that_do_not_fit_into_one_frame_come_in_several(
+    counters: Counters,
+) -> None:
     """As the prompts of many requests with one long prefix. Its peer closes a connection that brings a longer one."""
     directory, port, prompt = PromptDirectory(), free_port(), Prompt(tokens=[1, 2, 3])
     params = {"remote_block_ids": [[1 << 30] * (MAX_ANSWERS_BYTES // 20)]}
@@ -157,20 +174,32 @@ def test_tickets_that_do_not_fit_into_one_frame_come_in_several(counters: Counte
         sock.send_multipart([b"", encode(Subscribe(client_id="d", queries=queries))])
         found: list[int] = []
         while len(found) < len(queries):
-            found += [answer.number for answer in decode_answers(sock.recv_multipart()[1]).answers]
+            found += [
+                answer.number
+                for answer in decode_answers(sock.recv_multipart()[1]).answers
+            ]
         assert found == list(range(6))
 
 
-def test_more_changes_than_fit_into_one_message_come_in_several(counters: Counters) -> None:
+def test_more_changes_than_fit_into_one_message_come_in_several(
+    counters: Counters,
+) -> None:
     directory, port, count = PromptDirectory(), free_port(), MAX_QUERIES + 10
     (digest,) = digest_chain(Prompt(tokens=[1, 2, 3]))
-    queries = [PromptQuery(number=n, key=str(n), num_tokens=3, digest=digest) for n in range(count)]
+    queries = [
+        PromptQuery(number=n, key=str(n), num_tokens=3, digest=digest)
+        for n in range(count)
+    ]
     with (
-        contextlib.closing(SideChannelListener(HOST, port, counters, directory=directory)),
+        contextlib.closing(
+            SideChannelListener(HOST, port, counters, directory=directory)
+        ),
         client(port) as sock,
     ):
         for part in (queries[:MAX_QUERIES], queries[MAX_QUERIES:]):
-            sock.send_multipart([b"", encode(Subscribe(client_id="d", queries=tuple(part)))])
+            sock.send_multipart(
+                [b"", encode(Subscribe(client_id="d", queries=tuple(part)))]
+            )
             decode_answers(sock.recv_multipart()[1])
         wake, directory.wake = directory.wake, lambda: None
         for query in queries:
@@ -178,7 +207,10 @@ def test_more_changes_than_fit_into_one_message_come_in_several(counters: Counte
         wake()
         found: set[int] = set()
         while len(found) < count:
-            found |= {answer.number for answer in decode_answers(sock.recv_multipart()[1]).answers}
+            found |= {
+                answer.number
+                for answer in decode_answers(sock.recv_multipart()[1]).answers
+            }
 
 
 def test_renewals_and_releases_reach_the_inbox_in_order_and_get_no_answer(
@@ -201,26 +233,37 @@ def test_renewals_and_releases_reach_the_inbox_in_order_and_get_no_answer(
 
 
 def test_an_unexpected_exception_is_counted_and_the_next_asker_is_answered(
-    served: tuple[RecordingListener, int], counters: Counters, monkeypatch: pytest.MonkeyPatch
+    served: tuple[RecordingListener, int],
+    counters: Counters,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listener, port = served
     with monkeypatch.context() as patch:
         patch.setattr(listener, "_answer_hello", lambda hello: 1 / 0)
         with client(port) as sock:
             sock.send_multipart([b"", HELLO])
-            wait_until(lambda: counters.total("bad_frames") == 1, "the error is counted")
+            wait_until(
+                lambda: counters.total("bad_frames") == 1, "the error is counted"
+            )
     assert isinstance(ask(port), EngineDescription)
 
 
-def test_an_asker_that_never_takes_its_answers_costs_little_memory(counters: Counters) -> None:
+def test_an_asker_that_never_takes_its_answers_costs_little_memory(
+    counters: Counters,
+) -> None:
     """Some answers are queued, the others are dropped: they have up to a megabyte each."""
     with listening(counters) as (listener, port):
         metadata = bytes(1 << 20)
-        listener.publish(make_description(workers=(make_worker(agent_metadata=metadata),)))
+        listener.publish(
+            make_description(workers=(make_worker(agent_metadata=metadata),))
+        )
         with client(port, receive_queue=1) as sock:
             for _ in range(200):
                 sock.send_multipart([b"", HELLO])
-            wait_until(lambda: counters.total("handshakes_served") == 200, "all hellos are seen")
+            wait_until(
+                lambda: counters.total("handshakes_served") == 200,
+                "all hellos are seen",
+            )
             sock.setsockopt(zmq.RCVTIMEO, 300)
             answers = 0
             try:
@@ -245,7 +288,11 @@ def test_a_taken_port_is_a_configuration_error_that_says_what_to_change(
     ("part", "failed", "raised"),
     [
         ("guarded_socket.listening_socket", zmq.ZMQError(errno.EMFILE), InvalidConfig),
-        ("guarded_socket.AcceptedConnections", zmq.ZMQError(errno.EMFILE), InvalidConfig),
+        (
+            "guarded_socket.AcceptedConnections",
+            zmq.ZMQError(errno.EMFILE),
+            InvalidConfig,
+        ),
         ("server.threading.Thread.start", RuntimeError("no thread"), RuntimeError),
     ],
 )
@@ -274,7 +321,9 @@ def test_an_address_of_another_machine_is_a_configuration_error(
 
 
 @pytest.mark.parametrize("host", ["localhost", "::1", "0.0.0.0"])
-def test_it_listens_on_names_ipv6_and_all_interfaces(host: str, counters: Counters) -> None:
+def test_it_listens_on_names_ipv6_and_all_interfaces(
+    host: str, counters: Counters
+) -> None:
     port = free_port()
     try:
         listener = RecordingListener(host, port, counters)
@@ -284,7 +333,9 @@ def test_it_listens_on_names_ipv6_and_all_interfaces(host: str, counters: Counte
         pytest.skip("this machine has no IPv6")
     try:
         listener.publish(make_description())
-        assert isinstance(ask(port, host=host if host == "::1" else HOST), EngineDescription)
+        assert isinstance(
+            ask(port, host=host if host == "::1" else HOST), EngineDescription
+        )
     finally:
         listener.close()
 
@@ -312,9 +363,13 @@ def test_a_name_is_listened_on_where_its_consumers_look_for_it(
     try:
         listener.publish(make_description())
         assert listener.address == address
-        with SideChannelClient((), AllowedHosts.from_entries(["node-6.example"])) as client_id:
+        with SideChannelClient(
+            (), AllowedHosts.from_entries(["node-6.example"])
+        ) as client_id:
             assert (
-                client_id.fetch_description("node-6.example", port, "prefill-0", "d", 10.0)
+                client_id.fetch_description(
+                    "node-6.example", port, "prefill-0", "d", 10.0
+                )
                 == make_description()
             )
     finally:
@@ -322,11 +377,15 @@ def test_a_name_is_listened_on_where_its_consumers_look_for_it(
 
 
 def test_a_name_without_an_address_is_said_to_be_none(counters: Counters) -> None:
-    with pytest.raises(InvalidConfig, match=r"VLLM_NIXL_SIDE_CHANNEL_HOST.*no such host"):
+    with pytest.raises(
+        InvalidConfig, match=r"VLLM_NIXL_SIDE_CHANNEL_HOST.*no such host"
+    ):
         RecordingListener("no-such-host.invalid", free_port(), counters)
 
 
-def test_closing_joins_at_once_frees_the_port_and_may_be_repeated(counters: Counters) -> None:
+def test_closing_joins_at_once_frees_the_port_and_may_be_repeated(
+    counters: Counters,
+) -> None:
     port = free_port()
     for _ in range(3):
         listener = RecordingListener(HOST, port, counters)
@@ -334,7 +393,9 @@ def test_closing_joins_at_once_frees_the_port_and_may_be_repeated(counters: Coun
         start_s = time.monotonic()
         listener.close()
         listener.close()
-        assert time.monotonic() - start_s < 4.5, "a thread that does not end is waited for for 5 s"
+        assert time.monotonic() - start_s < 4.5, (
+            "a thread that does not end is waited for for 5 s"
+        )
         assert not threads_named(THREAD)
 
 

@@ -88,7 +88,9 @@ def test_a_closed_notifier_tells_nobody(listener: LoadListener) -> None:
     assert not is_readable(listener)
 
 
-def test_a_second_listener_of_the_same_boot_hears_nobody(listener: LoadListener) -> None:
+def test_a_second_listener_of_the_same_boot_hears_nobody(
+    listener: LoadListener,
+) -> None:
     second = LoadListener(BOOT, 1, lambda: None)
     notify(0)
     second.receive()

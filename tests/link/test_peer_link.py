@@ -30,7 +30,12 @@ from kvferry.protocol.errors import NothingListens
 from kvferry.protocol.handshake import Refused, Renew, encode
 from kvferry.protocol.hosts import Address
 from kvferry.protocol.orders import Prewarm
-from kvferry.protocol.prompt_queries import MAX_ANSWERS_BYTES, Answer, Answers, PromptProgress
+from kvferry.protocol.prompt_queries import (
+    MAX_ANSWERS_BYTES,
+    Answer,
+    Answers,
+    PromptProgress,
+)
 from kvferry.scheduler.counters import Counters
 from tests.link.channel import (
     ANY_ADDRESS,
@@ -41,7 +46,12 @@ from tests.link.channel import (
     many_hosts,
     renewing,
 )
-from tests.link.raw_listener import ZMTP, answer_of, end_after_the_request, receive_until
+from tests.link.raw_listener import (
+    ZMTP,
+    answer_of,
+    end_after_the_request,
+    receive_until,
+)
 from tests.link.test_query_client import query
 from tests.link.test_renewer import LONG_S, _release, lease
 from tests.protocol.samples import BOOT, make_description
@@ -57,7 +67,9 @@ def note_attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ports: list[int] = []
     open_connection = Connection.open
 
-    async def noted(context: Any, address: Address, port: int, **others: Any) -> Connection:
+    async def noted(
+        context: Any, address: Address, port: int, **others: Any
+    ) -> Connection:
         ports.append(port)
         return await open_connection(context, address, port, **others)
 
@@ -73,13 +85,17 @@ def test_messages_that_wait_for_a_connection_are_bounded_and_sent_in_order_once_
     port = free_port()
     more = 10
     renewer.submit(
-        ReleaseLease(lease(port, slot)) for slot in range(limits.QUEUED_MESSAGES + 1 + more)
+        ReleaseLease(lease(port, slot))
+        for slot in range(limits.QUEUED_MESSAGES + 1 + more)
     )
-    wait_until(lambda: counters.total("side_channel_errors") >= more, "the others are dropped")
+    wait_until(
+        lambda: counters.total("side_channel_errors") >= more, "the others are dropped"
+    )
     listener = RecordingListener(HOST, port, Counters())
     try:
         slots = [
-            listener.inbox.get(timeout=10).leases[0].slot for _ in range(limits.QUEUED_MESSAGES)
+            listener.inbox.get(timeout=10).leases[0].slot
+            for _ in range(limits.QUEUED_MESSAGES)
         ]
     finally:
         listener.close()
@@ -101,12 +117,16 @@ def test_a_producer_that_does_not_listen_in_time_is_counted_and_tried_again_with
     listener = RecordingListener(HOST, port, Counters())
     try:
         renewer.submit([RenewLease(lease(port, 2))])
-        assert listener.inbox.get(timeout=10) == Renew(boot=BOOT, leases=(lease(port, 2).name,))
+        assert listener.inbox.get(timeout=10) == Renew(
+            boot=BOOT, leases=(lease(port, 2).name,)
+        )
     finally:
         listener.close()
 
 
-def test_a_producer_takes_four_files_as_docs_operations_says(renewer: LeaseRenewer) -> None:
+def test_a_producer_takes_four_files_as_docs_operations_says(
+    renewer: LeaseRenewer,
+) -> None:
     producers = 20
     of_the_listener = 1
     with listening(host=ANY_ADDRESS) as (listener, port):
@@ -117,7 +137,10 @@ def test_a_producer_takes_four_files_as_docs_operations_says(renewer: LeaseRenew
         )
         for _ in range(producers):
             listener.inbox.get(timeout=10)
-        assert len(os.listdir("/proc/self/fd")) - before <= producers * (4 + of_the_listener) + 2
+        assert (
+            len(os.listdir("/proc/self/fd")) - before
+            <= producers * (4 + of_the_listener) + 2
+        )
 
 
 def test_a_connection_that_the_producer_has_ended_is_made_again_for_the_next_message_only(
@@ -132,7 +155,10 @@ def test_a_connection_that_the_producer_has_ended_is_made_again_for_the_next_mes
         for slot in range(1, 3):
             renewer.submit([ReleaseLease(lease(port, slot))])
             end_after_the_request(server, b"", f"{slot + 1:015x}".encode())
-            wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "its files are closed")
+            wait_until(
+                lambda: len(os.listdir("/proc/self/fd")) <= before,
+                "its files are closed",
+            )
 
 
 def test_the_peer_that_was_unused_for_longest_is_closed_first(
@@ -147,7 +173,10 @@ def test_the_peer_that_was_unused_for_longest_is_closed_first(
                 renewer.submit([ReleaseLease(lease(port, slot, host=hosts[number]))])
                 assert listener.inbox.get(timeout=10).leases[0].slot == slot
             wait_until(
-                lambda: renewer.snapshot().links.addresses == ((hosts[0], port), (hosts[2], port)),
+                lambda: (
+                    renewer.snapshot().links.addresses
+                    == ((hosts[0], port), (hosts[2], port))
+                ),
                 "one is closed",
             )
     finally:
@@ -171,8 +200,12 @@ def test_with_more_producers_than_places_each_lease_is_renewed_when_all_are_due_
             )
             renewed: Counter[int] = Counter()
             for _ in range(4):
-                renewer.links.client.call_soon(lambda: time.sleep(1.2))  # longer than an interval
-                renewed.update(listener.inbox.get(timeout=10).leases[0].slot for _ in hosts)
+                renewer.links.client.call_soon(
+                    lambda: time.sleep(1.2)
+                )  # longer than an interval
+                renewed.update(
+                    listener.inbox.get(timeout=10).leases[0].slot for _ in hosts
+                )
             assert min(renewed[slot] for slot in slots) >= 2
             assert counters.total("side_channel_errors") == 0
             now = renewer.snapshot().links.slots
@@ -191,9 +224,13 @@ def test_closed_ports_of_a_host_neither_delay_its_new_producers_nor_close_the_co
         with listening() as (listener, port), listening() as (new_listener, new_port):
             renewer.submit([ReleaseLease(lease(port))])
             assert listener.inbox.get(timeout=10) == _release(port, 1)
-            wait_until(lambda: renewer.snapshot().links.slots.idle, "the connection is idle")
+            wait_until(
+                lambda: renewer.snapshot().links.slots.idle, "the connection is idle"
+            )
             kept = renewer.snapshot().links.addresses
-            renewer.submit(ReleaseLease(lease(dead, host=host)) for host in many_hosts(100))
+            renewer.submit(
+                ReleaseLease(lease(dead, host=host)) for host in many_hosts(100)
+            )
             renewer.submit([ReleaseLease(lease(new_port))])
             assert new_listener.inbox.get(timeout=5) == _release(new_port, 1)
             assert set(kept) <= set(renewer.snapshot().links.addresses)
@@ -213,10 +250,14 @@ def test_a_producer_with_another_secret_is_left_alone_for_a_while_and_messages_f
     renewer = renewing(counters)
     with listening() as (listener, port):
         refusing = free_port()
-        other = SideChannelListener(HOST, refusing, Counters(), (Secret(bytes(range(32))),))
+        other = SideChannelListener(
+            HOST, refusing, Counters(), (Secret(bytes(range(32))),)
+        )
         try:
             renewer.submit([ReleaseLease(lease(refusing))])
-            wait_until(lambda: counters.total("side_channel_errors") == 1, "it is refused")
+            wait_until(
+                lambda: counters.total("side_channel_errors") == 1, "it is refused"
+            )
             renewer.submit(ReleaseLease(lease(refusing, slot)) for slot in range(2, 12))
             renewer.submit([ReleaseLease(lease(port))])
             assert listener.inbox.get(timeout=10) == _release(port, 1)
@@ -227,14 +268,18 @@ def test_a_producer_with_another_secret_is_left_alone_for_a_while_and_messages_f
             other.close()
 
 
-def test_an_idle_socket_is_closed(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_socket_is_closed(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "IDLE_S", 0.1)
     with listening() as (listener, port):
         renewer = renewing(counters)
         try:
             renewer.submit([ReleaseLease(lease(port))])
             assert listener.inbox.get(timeout=10) == _release(port, 1)
-            wait_until(lambda: not renewer.snapshot().links.addresses, "the socket is closed")
+            wait_until(
+                lambda: not renewer.snapshot().links.addresses, "the socket is closed"
+            )
             renewer.submit([ReleaseLease(lease(port, 2))])
             assert listener.inbox.get(timeout=10) == _release(port, 2)
         finally:
@@ -250,7 +295,9 @@ def test_a_producer_that_answers_renewals_at_length_loses_the_connection_and_fil
     producer.setsockopt(zmq.RCVTIMEO, 30_000)
     ended = producer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     try:
-        renewer.submit([ReleaseLease(lease(producer.bind_to_random_port(f"tcp://{HOST}")))])
+        renewer.submit(
+            [ReleaseLease(lease(producer.bind_to_random_port(f"tcp://{HOST}")))]
+        )
         client_id, *_ = producer.recv_multipart()
         producer.send_multipart([client_id, b"", bytes(1 << 20)])
         assert ended.poll(30_000)
@@ -258,10 +305,14 @@ def test_a_producer_that_answers_renewals_at_length_loses_the_connection_and_fil
         context.destroy(linger=0)
 
 
-def test_renewals_queries_and_prewarming_share_one_connection(renewer: LeaseRenewer) -> None:
+def test_renewals_queries_and_prewarming_share_one_connection(
+    renewer: LeaseRenewer,
+) -> None:
     found: queue.SimpleQueue[Prewarm] = queue.SimpleQueue()
     answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-    queries = QueryClient(renewer.links, "decode-0", lambda _, answer: answers.put(answer))
+    queries = QueryClient(
+        renewer.links, "decode-0", lambda _, answer: answers.put(answer)
+    )
     with listening(description=make_description()) as (listener, port):
         PeerPrewarmer(
             renewer.links, [(HOST, port)], "decode-0", "e" * 32, found.put, NEVER_S
@@ -272,7 +323,9 @@ def test_renewals_queries_and_prewarming_share_one_connection(renewer: LeaseRene
         renewer.submit([ReleaseLease(lease(port))])
         assert listener.inbox.get(timeout=10) == _release(port, 1)
         assert len(listener.snapshot().unfinished_bytes) == 1
-        assert renewer.snapshot().links.slots.in_use == {}, "a configured peer takes no slot"
+        assert renewer.snapshot().links.slots.in_use == {}, (
+            "a configured peer takes no slot"
+        )
 
 
 def test_a_renewal_and_a_query_for_a_closed_port_attempt_to_connect_together(
@@ -280,7 +333,9 @@ def test_a_renewal_and_a_query_for_a_closed_port_attempt_to_connect_together(
 ) -> None:
     attempted: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    async def closed(context: Any, address: Address, port: int, **others: Any) -> Connection:
+    async def closed(
+        context: Any, address: Address, port: int, **others: Any
+    ) -> Connection:
         attempted.put(port)
         raise NothingListens("nothing listens there")
 
@@ -288,7 +343,9 @@ def test_a_renewal_and_a_query_for_a_closed_port_attempt_to_connect_together(
     monkeypatch.setattr(limits, "RETRY", Backoff(NEVER_S, NEVER_S))
     renewer = renewing(counters)
     answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-    queries = QueryClient(renewer.links, "decode-0", lambda _, answer: answers.put(answer))
+    queries = QueryClient(
+        renewer.links, "decode-0", lambda _, answer: answers.put(answer)
+    )
     try:
         queries.submit([StartQuery((HOST, 5600), query(1))])
         assert answers.get(timeout=NEVER_S).progress is PromptProgress.UNKNOWN
@@ -307,7 +364,9 @@ def test_a_restarted_engine_that_has_a_name_is_connected_anew_since_it_may_be_el
     """The connection to a host that is gone without a word takes messages for a minute."""
     made = note_attempts(monkeypatch)
     monkeypatch.setattr(limits, "CONNECT_S", 0.0 if host != HOST else 5.0)
-    monkeypatch.setattr("kvferry.link.peer_link.within", lambda _, connecting: connecting)
+    monkeypatch.setattr(
+        "kvferry.link.peer_link.within", lambda _, connecting: connecting
+    )
     renewer = renewing(counters)
     try:
         with listening() as (listener, port):
@@ -324,10 +383,14 @@ def test_a_queried_engine_is_not_connected_anew_for_messages_that_name_two_lives
 ) -> None:
     """Clients make boots up. Every 5 s all queries of the engine failed, as if it did not know their prompts."""
     monkeypatch.setattr(limits, "CONNECT_S", 0.0)
-    monkeypatch.setattr("kvferry.link.peer_link.within", lambda _, connecting: connecting)
+    monkeypatch.setattr(
+        "kvferry.link.peer_link.within", lambda _, connecting: connecting
+    )
     renewer = renewing(counters)
     answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-    queries = QueryClient(renewer.links, "decode-0", lambda _, answer: answers.put(answer))
+    queries = QueryClient(
+        renewer.links, "decode-0", lambda _, answer: answers.put(answer)
+    )
     try:
         with listening() as (listener, port):
             queries.submit([StartQuery(("localhost", port), query(1))])
@@ -351,13 +414,18 @@ def test_a_peer_that_becomes_static_when_it_has_a_slot_is_connected_again_when_t
     renewer = renewing(counters)
     hosts = many_hosts(8)
     try:
-        with listening(description=make_description(), host=ANY_ADDRESS) as (listener, port):
+        with listening(description=make_description(), host=ANY_ADDRESS) as (
+            listener,
+            port,
+        ):
             # Two have slots, and none is in use.
             for host in hosts[:2]:
                 renewer.submit([ReleaseLease(lease(port, host=host))])
                 listener.inbox.get(timeout=10)
             static = [(host, port) for host in hosts[:2]]
-            PeerPrewarmer(renewer.links, static, "decode-0", "e" * 32, found.put, NEVER_S).start()
+            PeerPrewarmer(
+                renewer.links, static, "decode-0", "e" * 32, found.put, NEVER_S
+            ).start()
             assert {found.get(timeout=NEVER_S).host for _ in static} == set(hosts[:2])
             for host in hosts[2:]:
                 renewer.submit([ReleaseLease(lease(port, host=host))])
@@ -410,12 +478,16 @@ def test_a_peer_whose_answer_to_a_query_is_none_loses_the_connection_before_it_i
     renewer: LeaseRenewer, answers: bytes
 ) -> None:
     found: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-    queries = QueryClient(renewer.links, "decode-0", lambda _, answer: found.put(answer))
+    queries = QueryClient(
+        renewer.links, "decode-0", lambda _, answer: found.put(answer)
+    )
     with socket.create_server((HOST, 0)) as server:
         server.settimeout(30)
         queries.submit([StartQuery((HOST, server.getsockname()[1]), query(1))])
         # Beside what one answer may have there is what TCP holds at both ends.
-        assert _answering(server, b"subscribe", answers, ENDLESS) < 4 * MAX_ANSWERS_BYTES
+        assert (
+            _answering(server, b"subscribe", answers, ENDLESS) < 4 * MAX_ANSWERS_BYTES
+        )
         assert found.get(timeout=NEVER_S).progress is PromptProgress.UNKNOWN
 
 
@@ -423,7 +495,9 @@ def test_the_longest_answer_to_a_query_is_taken(renewer: LeaseRenewer) -> None:
     params = msgspec.Raw(msgspec.msgpack.encode(bytes(MAX_ANSWERS_BYTES - 1000)))
     answer = Answer(number=1, progress=PromptProgress.TICKET, params=params)
     found: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-    queries = QueryClient(renewer.links, "decode-0", lambda _, answer: found.put(answer))
+    queries = QueryClient(
+        renewer.links, "decode-0", lambda _, answer: found.put(answer)
+    )
     with socket.create_server((HOST, 0)) as server, ThreadPoolExecutor(1) as threads:
         server.settimeout(30)
         frame = answer_of(encode(Answers(answers=(answer,))))

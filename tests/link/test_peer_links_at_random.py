@@ -40,7 +40,9 @@ class Play:
         self.network = Network(self.reply)
         self.num_queries = 0
 
-    def reply(self, _: Network, __: Producer, message: Subscribe | Unsubscribe) -> Answers | None:
+    def reply(
+        self, _: Network, __: Producer, message: Subscribe | Unsubscribe
+    ) -> Answers | None:
         if self.dice.random() < 0.1:
             raise ConnectionEnded("it is gone")
         if isinstance(message, Unsubscribe) or self.dice.random() < 0.2:
@@ -76,7 +78,9 @@ class Play:
     def send(self, address: Producer) -> None:
         boot = self.dice.choice("xyz")
         for _ in range(self.dice.choice([1, 1, limits.QUEUED_MESSAGES + 1])):
-            self.network.links.to(address).send(Message(RELEASE, boot, "leases_given_back"))
+            self.network.links.to(address).send(
+                Message(RELEASE, boot, "leases_given_back")
+            )
 
     def change(self, _: Producer) -> None:
         self.network.closed = self.dice.sample(PORTS, 3)
@@ -89,14 +93,21 @@ class Play:
 
     def bring(self, _: Producer) -> None:
         """An answer that comes late, or to somebody else's query."""
-        used = [link for link in self.network.connections if link.is_used and not link.is_closed]
+        used = [
+            link
+            for link in self.network.connections
+            if link.is_used and not link.is_closed
+        ]
         if used:
             number = self.dice.randint(1, self.num_queries + 1)
             answer = Answer(number=number, progress=PromptProgress.QUEUED)
             self.dice.choice(used).bring(Answers(answers=(answer,), siblings=(1, 2)))
 
     def is_over(self) -> bool:
-        return not self.network.links.snapshot().addresses and len(asyncio.all_tasks()) == 1
+        return (
+            not self.network.links.snapshot().addresses
+            and len(asyncio.all_tasks()) == 1
+        )
 
     def end(self) -> None:
         self.network.closed = ()
@@ -122,7 +133,9 @@ def test_no_slot_no_link_and_no_task_is_left_whatever_clients_name_and_peers_do(
     failed: list[dict[str, Any]] = []
 
     async def run() -> Network:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: failed.append(context)
+        )
         play = Play(dice)
         for _ in range(STEPS):
             play.step()
@@ -133,7 +146,9 @@ def test_no_slot_no_link_and_no_task_is_left_whatever_clients_name_and_peers_do(
         play.end()
         until_s = asyncio.get_running_loop().time() + NEVER_S
         while not play.is_over():
-            assert asyncio.get_running_loop().time() < until_s, "a link or a task is left"
+            assert asyncio.get_running_loop().time() < until_s, (
+                "a link or a task is left"
+            )
             await asyncio.sleep(0.01)
         return play.network
 
@@ -142,6 +157,11 @@ def test_no_slot_no_link_and_no_task_is_left_whatever_clients_name_and_peers_do(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert all(connection.is_closed for connection in network.connections)
     slots = network.links.snapshot().slots
-    assert (slots.in_use, slots.idle, slots.connecting, slots.waiting) == ({}, {}, {}, {})
+    assert (slots.in_use, slots.idle, slots.connecting, slots.waiting) == (
+        {},
+        {},
+        {},
+        {},
+    )
     now = network.query_client.snapshot()
     assert (now.open, now.producers, now.siblings) == (frozenset(), {}, frozenset())

@@ -53,10 +53,14 @@ def look_for(found: Found) -> Iterator[Callable[..., None]]:
     made: list[PeerLinks] = []
 
     def build(
-        addresses: Sequence[tuple[str, int]], timeout_s: float = TIMEOUT_S, secrets: Secrets = ()
+        addresses: Sequence[tuple[str, int]],
+        timeout_s: float = TIMEOUT_S,
+        secrets: Secrets = (),
     ) -> None:
         made.append(PeerLinks(SideChannelClient(secrets), Counters()))
-        PeerPrewarmer(made[-1], addresses, ME, MY_BOOT, found.producers.put, timeout_s).start()
+        PeerPrewarmer(
+            made[-1], addresses, ME, MY_BOOT, found.producers.put, timeout_s
+        ).start()
 
     yield build
     for one in made:
@@ -82,12 +86,18 @@ def listen() -> Iterator[Callable[..., RecordingListener]]:
 
 
 def life(number: int, engine_id: str = "prefill-0") -> EngineDescription:
-    return msgspec.structs.replace(make_description(), engine_id=engine_id, boot=f"{number:032x}")
+    return msgspec.structs.replace(
+        make_description(), engine_id=engine_id, boot=f"{number:032x}"
+    )
 
 
 def prewarm(port: int, description: EngineDescription, host: str = HOST) -> Prewarm:
     return Prewarm(
-        host=host, port=port, engine_id=description.engine_id, boot=description.boot, is_static=True
+        host=host,
+        port=port,
+        engine_id=description.engine_id,
+        boot=description.boot,
+        is_static=True,
     )
 
 
@@ -114,7 +124,10 @@ def test_a_producer_that_comes_later_and_is_not_ready_at_first_is_found_when_it_
         found.producers.get(timeout=0.5)
     listener.publish(life(1))
     assert found.next() == prewarm(port, life(1))
-    assert f"prewarming {HOST}:{port}: cannot be connected: nothing listens there" in caplog.text
+    assert (
+        f"prewarming {HOST}:{port}: cannot be connected: nothing listens there"
+        in caplog.text
+    )
 
 
 def test_a_producer_that_restarts_is_found_again_with_its_new_life(
@@ -171,11 +184,14 @@ def test_with_secrets_each_is_tried_and_without_the_right_one_nothing_is_reporte
     look_for([(HOST, locked), (HOST, plain), (HOST, port)], secrets=(NEW, OLD))
     assert found.next() == prewarm(port, life(1))
     wait_until(
-        lambda: f"prewarming {HOST}:{locked}: it has none of the secrets" in caplog.text,
+        lambda: (
+            f"prewarming {HOST}:{locked}: it has none of the secrets" in caplog.text
+        ),
         "it is logged",
     )
     wait_until(
-        lambda: f"prewarming {HOST}:{plain}: it has no secret" in caplog.text, "it is logged"
+        lambda: f"prewarming {HOST}:{plain}: it has no secret" in caplog.text,
+        "it is logged",
     )
     assert found.producers.empty()
 

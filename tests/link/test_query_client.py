@@ -14,7 +14,12 @@ from kvferry.link.limits import Backoff
 from kvferry.link.peer_link import Message, PeerLinks, PeerLinksSnapshot
 from kvferry.link.query_client import QueryClient
 from kvferry.link.query_commands import Producer, QueryCommand, StartQuery, StopQuery
-from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
+from kvferry.protocol.errors import (
+    ConnectionEnded,
+    HandshakeFailed,
+    NothingListens,
+    PeerRefused,
+)
 from kvferry.protocol.handshake import LeaseName, Release, decode_request, encode
 from kvferry.protocol.prompt_queries import (
     Answer,
@@ -34,7 +39,9 @@ Reply = Callable[["Network", Producer, "Subscribe | Unsubscribe"], "Answers | No
 
 
 def query(number: int) -> PromptQuery:
-    return PromptQuery(number=number, key=f"cmpl-{number}", num_tokens=5, digest="0" * 32)
+    return PromptQuery(
+        number=number, key=f"cmpl-{number}", num_tokens=5, digest="0" * 32
+    )
 
 
 class Network:
@@ -97,7 +104,9 @@ class Connection:
         self.network = network
         self.producer = producer
         self.max_answer_bytes = 0
-        self.ended: asyncio.Future[HandshakeFailed] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[HandshakeFailed] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._on_frame: Callable[[bytes], None] | None = None
 
     @property
@@ -133,7 +142,9 @@ class Connection:
 
     def cut(self) -> None:
         """Let the other end close it."""
-        asyncio.get_running_loop().call_soon(self.end, ConnectionEnded("the test cut it"))
+        asyncio.get_running_loop().call_soon(
+            self.end, ConnectionEnded("the test cut it")
+        )
 
     def end(self, why: HandshakeFailed) -> None:
         if not self.ended.done():
@@ -153,7 +164,9 @@ def answered(
     message: Subscribe, progress: PromptProgress, siblings: tuple[int, ...] = ()
 ) -> Answers:
     return Answers(
-        answers=tuple(Answer(number=asked.number, progress=progress) for asked in message.queries),
+        answers=tuple(
+            Answer(number=asked.number, progress=progress) for asked in message.queries
+        ),
         siblings=siblings,
     )
 
@@ -169,7 +182,9 @@ def play(reply: Reply, *commands: QueryCommand) -> Network:
 
 def asked_of(network: Network, producer: Producer) -> list[int]:
     messages = [
-        message for to, message in network.sent if to == producer and isinstance(message, Subscribe)
+        message
+        for to, message in network.sent
+        if to == producer and isinstance(message, Subscribe)
     ]
     return [asked.number for message in messages for asked in message.queries]
 
@@ -189,7 +204,9 @@ def test_a_question_that_comes_while_the_last_one_is_taken_back_is_asked() -> No
     assert [answer.number for _, answer in network.answers] == [1, 2]
 
 
-def test_a_connection_that_breaks_is_made_again_and_all_open_questions_are_repeated() -> None:
+def test_a_connection_that_breaks_is_made_again_and_all_open_questions_are_repeated() -> (
+    None
+):
     breaks = [True]
 
     def reply(
@@ -198,16 +215,24 @@ def test_a_connection_that_breaks_is_made_again_and_all_open_questions_are_repea
         if breaks:
             breaks.clear()
             raise ConnectionEnded("the test cut it")
-        return answered(message, PromptProgress.TICKET) if isinstance(message, Subscribe) else None
+        return (
+            answered(message, PromptProgress.TICKET)
+            if isinstance(message, Subscribe)
+            else None
+        )
 
-    network = play(reply, *(StartQuery((HOST, PORT), query(number)) for number in (1, 2)))
+    network = play(
+        reply, *(StartQuery((HOST, PORT), query(number)) for number in (1, 2))
+    )
     assert asked_of(network, (HOST, PORT)) == [1, 2, 1, 2]
     found = [answer.progress for _, answer in network.answers]
     assert found == [PromptProgress.UNKNOWN] * 2 + [PromptProgress.TICKET] * 2
     assert network.counters.total("side_channel_errors") == 1
 
 
-def test_what_one_rank_does_not_know_is_asked_of_its_siblings_and_taken_back_from_both() -> None:
+def test_what_one_rank_does_not_know_is_asked_of_its_siblings_and_taken_back_from_both() -> (
+    None
+):
     def reply(
         network: Network, producer: Producer, message: Subscribe | Unsubscribe
     ) -> Answers | None:
@@ -231,7 +256,11 @@ def test_what_one_rank_does_not_know_is_asked_of_its_siblings_and_taken_back_fro
 def settle(
     network: Network, producer: Producer, message: Subscribe | Unsubscribe
 ) -> Answers | None:
-    return answered(message, PromptProgress.TICKET) if isinstance(message, Subscribe) else None
+    return (
+        answered(message, PromptProgress.TICKET)
+        if isinstance(message, Subscribe)
+        else None
+    )
 
 
 def test_no_more_producers_have_a_connection_at_once_than_the_limit_and_all_are_asked(
@@ -247,13 +276,17 @@ def test_no_more_producers_have_a_connection_at_once_than_the_limit_and_all_are_
         most = max(most, len([one for one in network.connections if not one.is_closed]))
         return settle(network, producer, message)
 
-    network = play(reply, *(StartQuery((HOST, number + 1), query(number)) for number in range(30)))
+    network = play(
+        reply, *(StartQuery((HOST, number + 1), query(number)) for number in range(30))
+    )
     assert len({to for to, _ in network.sent}) == 30
     assert most <= 2 * 8 + 2, "with the idle ones, and the turns to connect"
     assert network.counters.total("side_channel_errors") == 0
 
 
-def test_a_connection_is_kept_for_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_is_kept_for_the_next_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def run() -> None:
         network = Network(settle)
         for number in (1, 2):
@@ -287,7 +320,9 @@ def test_an_idle_connection_makes_room_for_another_producer(
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
 
 
-def test_the_end_of_an_idle_connection_is_no_error_and_the_next_question_has_a_new_one() -> None:
+def test_the_end_of_an_idle_connection_is_no_error_and_the_next_question_has_a_new_one() -> (
+    None
+):
     async def run() -> None:
         network = Network(settle)
         await network.run(StartQuery((HOST, PORT), query(1)))
@@ -295,7 +330,9 @@ def test_the_end_of_an_idle_connection_is_no_error_and_the_next_question_has_a_n
         while network.query_client.snapshot().producers:
             await asyncio.sleep(0)
         await network.run(StartQuery((HOST, PORT), query(2)))
-        assert [answer.progress for _, answer in network.answers] == [PromptProgress.TICKET] * 2
+        assert [answer.progress for _, answer in network.answers] == [
+            PromptProgress.TICKET
+        ] * 2
         assert network.counters.total("side_channel_errors") == 0
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
@@ -316,10 +353,14 @@ def test_questions_are_repeated_although_news_comes_all_the_time(
         newest = max(asked.number for asked in message.queries)
         command = StartQuery(producer, query(newest + 1))
         later.append(
-            asyncio.get_running_loop().call_later(0.005, network.query_client.submit, [command])
+            asyncio.get_running_loop().call_later(
+                0.005, network.query_client.submit, [command]
+            )
         )
         is_over = asked_of(network, producer).count(1) == 3
-        return answered(message, PromptProgress.TICKET if is_over else PromptProgress.QUEUED)
+        return answered(
+            message, PromptProgress.TICKET if is_over else PromptProgress.QUEUED
+        )
 
     async def run() -> None:
         network = Network(reply)
@@ -333,7 +374,9 @@ def test_questions_are_repeated_although_news_comes_all_the_time(
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
 
 
-def test_a_producer_that_answers_no_more_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_producer_that_answers_no_more_knows_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A host that is gone ends no connection."""
     monkeypatch.setattr(limits, "REPEAT_S", 0.05)
     monkeypatch.setattr(limits, "RETRY", Backoff(0.001, 2.0))
@@ -376,7 +419,9 @@ def test_requests_that_name_300_ports_of_a_host_delay_no_producer_there_and_clos
         network = Network(settle)
         setattr(network, kind, PORTS)
         await network.run(StartQuery((HOST, PORT), query(0)))
-        network.query_client.submit(StartQuery((HOST, port), query(port)) for port in PORTS)
+        network.query_client.submit(
+            StartQuery((HOST, port), query(port)) for port in PORTS
+        )
         await turns()
         for number, producer in enumerate([(HOST, PORT), ("10.0.0.1", PORT)], start=1):
             network.query_client.submit([StartQuery(producer, query(number))])
@@ -385,15 +430,21 @@ def test_requests_that_name_300_ports_of_a_host_delay_no_producer_there_and_clos
                 producer,
                 Answer(number=number, progress=PromptProgress.TICKET),
             )
-        assert len([one for one in network.connections if one.producer == (HOST, PORT)]) == 1, (
-            "it was kept"
-        )
+        assert (
+            len([one for one in network.connections if one.producer == (HOST, PORT)])
+            == 1
+        ), "it was kept"
         network.query_client.submit(StopQuery(port) for port in PORTS)
         await turns()
-        assert set(network.query_client.snapshot().producers) == {(HOST, PORT), ("10.0.0.1", PORT)}
+        assert set(network.query_client.snapshot().producers) == {
+            (HOST, PORT),
+            ("10.0.0.1", PORT),
+        }
         network.query_client.submit([StartQuery((HOST, SIBLING), query(3))])
         await turns(20)
-        assert network.answers[-1][0] == (HOST, SIBLING), "aborted requests have left their turns"
+        assert network.answers[-1][0] == (HOST, SIBLING), (
+            "aborted requests have left their turns"
+        )
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))
 
@@ -420,13 +471,20 @@ def test_a_listener_that_offers_255_siblings_gets_no_place_of_another_producer(
         await network.run(StartQuery((HOST, PORT), query(0)))
         network.query_client.submit([StartQuery((HOST, 1), query(1))])
         await turns()
-        assert 0 < len(network.query_client.snapshot().siblings) <= limits.MAX_SIBLINGS_OF_ONE
+        assert (
+            0
+            < len(network.query_client.snapshot().siblings)
+            <= limits.MAX_SIBLINGS_OF_ONE
+        )
         for number, port in enumerate((SIBLING, PORT, PORTS[-1]), start=2):
             network.silent, network.closed = (), ()
             network.query_client.submit([StartQuery((HOST, port), query(number))])
             await turns(30)
             assert number in asked_of(network, (HOST, port))
-        assert len([one for one in network.connections if not one.is_closed]) <= 2 * 16 + 4 + 1
+        assert (
+            len([one for one in network.connections if not one.is_closed])
+            <= 2 * 16 + 4 + 1
+        )
         network.query_client.submit(StopQuery(number) for number in range(1, 5))
         await turns()
         assert not network.query_client.snapshot().open
@@ -438,7 +496,10 @@ def test_a_listener_that_offers_255_siblings_gets_no_place_of_another_producer(
 def test_answers_that_change_nothing_are_not_passed_on_and_a_prompt_is_known_while_one_rank_knows_it() -> (
     None
 ):
-    says: dict[int, PromptProgress] = {PORT: PromptProgress.UNKNOWN, SIBLING: PromptProgress.QUEUED}
+    says: dict[int, PromptProgress] = {
+        PORT: PromptProgress.UNKNOWN,
+        SIBLING: PromptProgress.QUEUED,
+    }
 
     def reply(
         network: Network, producer: Producer, message: Subscribe | Unsubscribe
@@ -523,23 +584,37 @@ def test_whatever_comes_nothing_is_left_when_all_questions_are_settled(
         network.refusing = (7, 25)
         started = 0
         for _ in range(300):
-            network.query_client.submit([StartQuery((HOST, dice.randrange(1, 30)), query(started))])
+            network.query_client.submit(
+                [StartQuery((HOST, dice.randrange(1, 30)), query(started))]
+            )
             started += 1
             if dice.random() < 0.5:
                 network.query_client.submit([StopQuery(dice.randrange(started))])
             if dice.random() < 0.3:
-                link = network.links.to((dice.choice([HOST, "localhost"]), dice.randrange(1, 30)))
+                link = network.links.to(
+                    (dice.choice([HOST, "localhost"]), dice.randrange(1, 30))
+                )
                 boot = f"{dice.randrange(2):032x}"
-                link.send(Message(encode(Release(boot=boot, leases=(LEASE,))), boot, "released"))
+                link.send(
+                    Message(
+                        encode(Release(boot=boot, leases=(LEASE,))), boot, "released"
+                    )
+                )
             await turns(dice.randrange(5))
         network.query_client.submit(StopQuery(number) for number in range(started))
         # One whose slot was taken is forgotten at once, and closes its connection some turns later.
         nothing = ConnectionSlotsSnapshot(in_use={}, idle={}, connecting={}, waiting={})
-        while network.links.snapshot() != PeerLinksSnapshot(addresses=(), slots=nothing):
+        while network.links.snapshot() != PeerLinksSnapshot(
+            addresses=(), slots=nothing
+        ):
             await asyncio.sleep(0.001)
         assert all(one.is_closed for one in network.connections)
         assert network.counters.total("released") == len(network.released) > 0
         left = network.query_client.snapshot()
-        assert (left.open, left.siblings, left.producers) == (frozenset(), frozenset(), {})
+        assert (left.open, left.siblings, left.producers) == (
+            frozenset(),
+            frozenset(),
+            {},
+        )
 
     asyncio.run(asyncio.wait_for(run(), NEVER_S))

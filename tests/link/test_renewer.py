@@ -13,7 +13,12 @@ import pytest
 from kvferry.link import host_names, limits
 from kvferry.link import renewer as module
 from kvferry.link.allowed_hosts import AllowedHosts
-from kvferry.link.lease_commands import ForgetLease, ReleaseLease, RemoteLease, RenewLease
+from kvferry.link.lease_commands import (
+    ForgetLease,
+    ReleaseLease,
+    RemoteLease,
+    RenewLease,
+)
 from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.secrets import Secrets
@@ -32,9 +37,16 @@ LONG_S = 3600.0
 
 
 def lease(
-    port: int, slot: int = 1, *, lease_s: float = SHORT_S, host: str = HOST, boot: str = BOOT
+    port: int,
+    slot: int = 1,
+    *,
+    lease_s: float = SHORT_S,
+    host: str = HOST,
+    boot: str = BOOT,
 ) -> RemoteLease:
-    return RemoteLease(host, port, boot, LeaseName(slot=slot, epoch=f"{slot + 1:015x}"), lease_s)
+    return RemoteLease(
+        host, port, boot, LeaseName(slot=slot, epoch=f"{slot + 1:015x}"), lease_s
+    )
 
 
 def received(listener: RecordingListener) -> list[Renew | Release]:
@@ -52,9 +64,13 @@ def test_a_kept_lease_is_renewed_about_six_times_in_its_life_until_it_is_dropped
         renewer.submit([RenewLease(lease(port))])
         times = []
         for _ in range(6):
-            assert listener.inbox.get(timeout=10) == Renew(boot=BOOT, leases=(lease(port).name,))
+            assert listener.inbox.get(timeout=10) == Renew(
+                boot=BOOT, leases=(lease(port).name,)
+            )
             times.append(time.monotonic() - start_s)
-        assert times[0] >= SHORT_S / HEARTBEATS_PER_LEASE * 0.9, "renewed before anything was over"
+        assert times[0] >= SHORT_S / HEARTBEATS_PER_LEASE * 0.9, (
+            "renewed before anything was over"
+        )
         assert times[-1] >= SHORT_S * 0.9
         renewer.submit(
             [
@@ -81,7 +97,9 @@ def test_more_leases_than_a_message_holds_are_renewed_in_several(
         renewer.submit(RenewLease(lease(port, slot)) for slot in range(50))
         renewals = [listener.inbox.get(timeout=10) for _ in range(3)]
         assert [len(renewal.leases) for renewal in renewals] == [20, 20, 10]
-        assert {name.slot for renewal in renewals for name in renewal.leases} == set(range(50))
+        assert {name.slot for renewal in renewals for name in renewal.leases} == set(
+            range(50)
+        )
 
 
 def test_each_lease_of_a_producer_is_renewed_at_its_own_interval_however_short_a_forged_one(
@@ -90,8 +108,12 @@ def test_each_lease_of_a_producer_is_renewed_at_its_own_interval_however_short_a
     """With the shortest interval for all, 500 leases beside one of 0.05 s were renewed 52,856 times a second."""
     with listening() as (listener, port):
         start_s = time.monotonic()
-        renewer.submit(RenewLease(lease(port, slot, lease_s=LONG_S)) for slot in range(500))
-        renewer.submit([RenewLease(lease(port, 501)), RenewLease(lease(port, 500, lease_s=0.05))])
+        renewer.submit(
+            RenewLease(lease(port, slot, lease_s=LONG_S)) for slot in range(500)
+        )
+        renewer.submit(
+            [RenewLease(lease(port, 501)), RenewLease(lease(port, 500, lease_s=0.05))]
+        )
         for _ in range(6):
             renewal = listener.inbox.get(timeout=10)
             assert {name.slot for name in renewal.leases} == {500, 501}
@@ -107,7 +129,9 @@ def test_a_turn_looks_at_no_lease_that_is_not_due(renewer: LeaseRenewer) -> None
 
     def with_leases(count: int) -> float:
         for slot in range(count):
-            renewer._carry_out(RenewLease(lease(1, slot, lease_s=LONG_S)), time.monotonic())
+            renewer._carry_out(
+                RenewLease(lease(1, slot, lease_s=LONG_S)), time.monotonic()
+            )
         return counted.median(lambda: renewer._renew_due(time.monotonic()), 5)
 
     few = with_leases(10)
@@ -121,7 +145,9 @@ def test_after_a_bug_that_keeps_a_renewal_from_being_sent_the_thread_sleeps_and_
     monkeypatch.setattr(limits, "AFTER_BUG_S", 3600.0)
     with listening() as (listener, port):
         renewer.submit([RenewLease(lease(port), at_once=True)])
-        wait_until(lambda: counters.total("side_channel_errors") == 1, "the renewal has failed")
+        wait_until(
+            lambda: counters.total("side_channel_errors") == 1, "the renewal has failed"
+        )
         renewer.submit([ReleaseLease(lease(port, 2))])
         assert listener.inbox.get(timeout=10) == _release(port, 2)
         assert counters.total("side_channel_errors") <= 3, (
@@ -129,7 +155,9 @@ def test_after_a_bug_that_keeps_a_renewal_from_being_sent_the_thread_sleeps_and_
         )
 
 
-def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(renewer: LeaseRenewer) -> None:
+def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(
+    renewer: LeaseRenewer,
+) -> None:
     with listening() as (listener, port):
         renewer.submit([RenewLease(lease(port, 1, lease_s=LONG_S))])
         wait_until(
@@ -158,7 +186,9 @@ def test_submissions_that_wait_for_the_renewer_are_bounded(
     wait_until(lambda: not renewer.snapshot().submissions, "too much waits")
 
 
-@pytest.mark.parametrize("sleeps_until_s", [math.inf, 0.0], ids=["asleep", "a renewal was due"])
+@pytest.mark.parametrize(
+    "sleeps_until_s", [math.inf, 0.0], ids=["asleep", "a renewal was due"]
+)
 def test_what_is_submitted_just_after_the_thread_has_taken_the_rest_is_not_left_waiting(
     renewer: LeaseRenewer,
     counters: Counters,
@@ -176,7 +206,9 @@ def test_what_is_submitted_just_after_the_thread_has_taken_the_rest_is_not_left_
 
         monkeypatch.setattr(renewer, "_take_all", take_all_then_submit)
         renewer.submit([ReleaseLease(lease(port))])
-        wait_until(lambda: counters.total("leases_given_back") == 2, "both are carried out")
+        wait_until(
+            lambda: counters.total("leases_given_back") == 2, "both are carried out"
+        )
 
 
 @pytest.mark.parametrize(
@@ -193,8 +225,12 @@ def test_closing_sends_everything_that_was_submitted(
         start_s = time.monotonic()
         renewer.close()
         renewer.close()
-        assert time.monotonic() - start_s < 4.5, "a thread that does not end is waited for for 5 s"
-        assert [listener.inbox.get(timeout=10).leases[0].slot for _ in range(30)] == list(range(30))
+        assert time.monotonic() - start_s < 4.5, (
+            "a thread that does not end is waited for for 5 s"
+        )
+        assert [
+            listener.inbox.get(timeout=10).leases[0].slot for _ in range(30)
+        ] == list(range(30))
 
 
 def renewed_on_time(
@@ -231,9 +267,12 @@ def test_a_name_server_that_does_not_answer_delays_no_other_producer(
     renewer = renewing(counters, allowed=AllowedHosts.from_entries(["*"]))
     try:
         lost = [
-            lease(5600, slot, host=f"slow-{slot % 3}.example", lease_s=0.06) for slot in range(9)
+            lease(5600, slot, host=f"slow-{slot % 3}.example", lease_s=0.06)
+            for slot in range(9)
         ]
-        renewed_on_time(renewer, lambda: renewer.submit(RenewLease(one) for one in lost))
+        renewed_on_time(
+            renewer, lambda: renewer.submit(RenewLease(one) for one in lost)
+        )
         assert set(looking) == {f"slow-{number}.example" for number in range(3)}
         assert len(looking) == 3, "a name is looked up twice at once"
     finally:
@@ -243,14 +282,25 @@ def test_a_name_server_that_does_not_answer_delays_no_other_producer(
 
 @pytest.mark.parametrize(
     "host",
-    ["no such host", "256.256.256.256", "*", "a" * 300, "é" * 70 + ".example", "host;1.2.3.4"],
+    [
+        "no such host",
+        "256.256.256.256",
+        "*",
+        "a" * 300,
+        "é" * 70 + ".example",
+        "host;1.2.3.4",
+    ],
 )
 def test_a_hostile_host_is_counted_and_the_renewer_lives_on(
     renewer: LeaseRenewer, counters: Counters, host: str
 ) -> None:
-    renewer.submit([RenewLease(lease(5600, host=host)), ReleaseLease(lease(5600, host=host))])
+    renewer.submit(
+        [RenewLease(lease(5600, host=host)), ReleaseLease(lease(5600, host=host))]
+    )
     wait_until(
-        lambda: counters.total("side_channel_errors") >= 1, "the error is counted", timeout_s=30
+        lambda: counters.total("side_channel_errors") >= 1,
+        "the error is counted",
+        timeout_s=30,
     )
     with listening() as (listener, port):
         renewer.submit([ReleaseLease(lease(port))])

@@ -37,7 +37,9 @@ def refusal(path: str) -> str:
     return str(refused.value)
 
 
-def test_secrets_come_in_the_files_order_without_comments_and_repetitions(path: Path) -> None:
+def test_secrets_come_in_the_files_order_without_comments_and_repetitions(
+    path: Path,
+) -> None:
     text = f"# since spring\r\n\n  {NEW.material.hex()}  \n\n{listing(OLD)}# {listing(secret('gone'))}{listing(NEW)}"
     assert read_secrets(write(path, text)) == (NEW, OLD)
 
@@ -56,7 +58,9 @@ def test_a_secret_may_be_written_in_either_way(path: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o440, 0o640, 0o700, 0o550])
-def test_a_file_that_only_its_user_and_group_may_read_is_taken(path: Path, mode: int) -> None:
+def test_a_file_that_only_its_user_and_group_may_read_is_taken(
+    path: Path, mode: int
+) -> None:
     assert read_secrets(write(path, listing(OLD), mode)) == (OLD,)
 
 
@@ -71,7 +75,9 @@ def test_a_file_that_others_may_read_or_change_is_refused_with_what_to_type(
     assert read_secrets(str(path)) == (OLD,)
 
 
-def test_a_file_of_another_user_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(path, listing(OLD))
     owner = path.stat().st_uid
     status = os.stat_result((0o100600, 1, 1, 1, owner + 4711, 0, 65, 0, 0, 0))
@@ -111,7 +117,10 @@ BAD = {
     "hex that base64 would take": (os.urandom(30).hex().encode(), "30 bytes in line 1"),
     "short base64": (b"#\n" + base64.b64encode(SHORT), "31 bytes in line 2"),
     "words": (b"correct horse battery staple", "line 1, which is neither"),
-    "a name before it": (b"key: " + OLD.material.hex().encode(), "line 1, which is neither"),
+    "a name before it": (
+        b"key: " + OLD.material.hex().encode(),
+        "line 1, which is neither",
+    ),
     "half a digit": (OLD.material.hex().encode()[:-1], "line 1, which is neither"),
     "raw bytes": (b"\xff\xfe" + bytes(range(64)), "which is neither"),
     "no random bytes": (b"00" * 32, "line 1, which is not random"),
@@ -139,7 +148,9 @@ def test_what_is_no_secret_is_refused_by_its_line_and_never_shown(
     st.binary(max_size=400)
     | st.text(st.sampled_from("0aF=+/# \n\r\t\0"), max_size=400).map(str.encode)
 )
-def test_whatever_is_in_the_file_there_are_secrets_or_a_typed_error(content: bytes) -> None:
+def test_whatever_is_in_the_file_there_are_secrets_or_a_typed_error(
+    content: bytes,
+) -> None:
     with tempfile.NamedTemporaryFile() as file:
         file.write(content)
         file.flush()
@@ -155,7 +166,10 @@ def test_without_the_variable_there_are_no_secrets_and_an_empty_one_stops_the_st
     path: Path,
 ) -> None:
     assert secrets_from_environment({}) == ()
-    assert secrets_from_environment({VARIABLE: write(path, listing(OLD, NEW))}) == (OLD, NEW)
+    assert secrets_from_environment({VARIABLE: write(path, listing(OLD, NEW))}) == (
+        OLD,
+        NEW,
+    )
     with pytest.raises(InvalidConfig, match="unset it"):
         secrets_from_environment({VARIABLE: ""})
 
@@ -190,7 +204,9 @@ VECTORS = {
 """Secret, salt, label and the first 32 bytes of the output, by the number of the test case in RFC 5869."""
 
 
-@pytest.mark.parametrize(("secret", "salt", "label", "key"), VECTORS.values(), ids=VECTORS)
+@pytest.mark.parametrize(
+    ("secret", "salt", "label", "key"), VECTORS.values(), ids=VECTORS
+)
 def test_the_first_block_is_that_of_the_rfc(
     secret: bytes, salt: bytes, label: bytes, key: str
 ) -> None:

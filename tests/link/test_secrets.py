@@ -96,7 +96,9 @@ def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(
             assert handshake(port, ours) == go_together(theirs, ours)
             renewer.submit([release_lease(port)])
             if go_together(theirs, ours):
-                assert listener.inbox.get(timeout=TIMEOUT_S) == Release(boot=BOOT, leases=(NAME,))
+                assert listener.inbox.get(timeout=TIMEOUT_S) == Release(
+                    boot=BOOT, leases=(NAME,)
+                )
                 assert counters.total("side_channel_errors") == 0
             else:
                 wait_until(
@@ -125,7 +127,11 @@ def test_engines_speak_if_the_listeners_first_secret_is_listed_by_the_asker(
     ids=["missing", "superfluous", "another", "the wrong order"],
 )
 def test_both_ends_log_why_their_secrets_do_not_match(
-    theirs: Secrets, ours: Secrets, said: str, counters: Counters, caplog: pytest.LogCaptureFixture
+    theirs: Secrets,
+    ours: Secrets,
+    said: str,
+    counters: Counters,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     started_s = time.monotonic()
     with caplog.at_level(logging.WARNING), protected(theirs, counters) as (_, port):
@@ -152,13 +158,16 @@ def ask_with(sock: zmq.Socket[bytes], port: int, keys: KeyPair) -> None:
     sock.send_multipart([b"", HELLO])
 
 
-def test_a_key_that_is_not_of_a_listed_secret_is_not_admitted(counters: Counters) -> None:
+def test_a_key_that_is_not_of_a_listed_secret_is_not_admitted(
+    counters: Counters,
+) -> None:
     """A peer that knows the listener's public key, but no secret."""
     other_peer = KeyPair.from_private_key(os.urandom(32))
     with protected((OLD, NEW), counters) as (listener, port), client(port) as sock:
         ask_with(sock, port, other_peer)
         wait_until(
-            lambda: counters.total("side_channel_refusals", "other_secret") == 1, "it is refused"
+            lambda: counters.total("side_channel_refusals", "other_secret") == 1,
+            "it is refused",
         )
         assert sock.poll(0) == 0
         assert handshake(port, (OLD,)), "others are served"
@@ -212,7 +221,9 @@ def test_an_impostor_of_the_listener_receives_nothing_and_its_answers_are_ignore
     try:
         with impostor(keys) as (port, reported):
             with pytest.raises(PeerRefused):
-                fetch_description(HOST, port, "prefill-0", "test", TIMEOUT_S, (OLD, NEW))
+                fetch_description(
+                    HOST, port, "prefill-0", "test", TIMEOUT_S, (OLD, NEW)
+                )
             renewer.submit([release_lease(port)])
             wait_until(
                 lambda: counters.total("side_channel_errors") == 1,
@@ -243,7 +254,9 @@ RAW = {
 
 
 @pytest.mark.parametrize("secrets", [(), (OLD, NEW)], ids=["plain", "secrets"])
-def test_bytes_that_are_not_zmq_get_no_answer_and_stop_nothing(secrets: Secrets) -> None:
+def test_bytes_that_are_not_zmq_get_no_answer_and_stop_nothing(
+    secrets: Secrets,
+) -> None:
     with protected(secrets) as (listener, port):
         for payload in RAW.values():
             with socket.create_connection((HOST, port)) as raw:
@@ -252,7 +265,9 @@ def test_bytes_that_are_not_zmq_get_no_answer_and_stop_nothing(secrets: Secrets)
         assert listener.inbox.empty()
 
 
-def test_a_zmq_without_encryption_stops_the_start_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zmq_without_encryption_stops_the_start_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def without(private: bytes) -> bytes:
         raise zmq.ZMQError(errno.ENOTSUP)
 

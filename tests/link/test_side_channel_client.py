@@ -79,7 +79,10 @@ def client() -> Iterator[SideChannelClient]:
 
 
 def fetch(
-    client: SideChannelClient, port: int, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S
+    client: SideChannelClient,
+    port: int,
+    host: str = "127.0.0.1",
+    timeout_s: float = TIMEOUT_S,
 ) -> EngineDescription:
     return client.fetch_description(host, port, "prefill-0", "decode-0", timeout_s)
 
@@ -95,7 +98,9 @@ def test_the_description_comes_as_it_was_sent_and_the_asker_names_itself(
     description = make_description()
     with answering(encode(description)) as (port, asked):
         assert fetch(client, port, host) == description
-    assert decode_request(asked[0]) == Hello(engine_id="prefill-0", client_id="decode-0", at=0)
+    assert decode_request(asked[0]) == Hello(
+        engine_id="prefill-0", client_id="decode-0", at=0
+    )
 
 
 def test_a_refusal_is_raised_with_its_field(client: SideChannelClient) -> None:
@@ -153,33 +158,47 @@ def test_silence_ends_with_the_deadline(client: SideChannelClient) -> None:
         assert time.monotonic() - began_s < TIMEOUT_S
 
 
-def test_a_closed_port_is_known_as_closed_and_costs_no_deadline(client: SideChannelClient) -> None:
+def test_a_closed_port_is_known_as_closed_and_costs_no_deadline(
+    client: SideChannelClient,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(NothingListens, match="nothing listens there"):
         client.wait_for(client.connect("127.0.0.1", port, 1000))
     with pytest.raises(HandshakeFailed, match="nothing listens there"):
-        client.fetch_description("127.0.0.1", port, "prefill-0", "decode-0", NEVER_S, waits=False)
+        client.fetch_description(
+            "127.0.0.1", port, "prefill-0", "decode-0", NEVER_S, waits=False
+        )
 
 
-def test_an_answer_is_taken_although_the_connection_ends_with_it(client: SideChannelClient) -> None:
+def test_an_answer_is_taken_although_the_connection_ends_with_it(
+    client: SideChannelClient,
+) -> None:
     answer = answer_of(encode(make_description()))
     for _ in range(100):
-        with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            ThreadPoolExecutor(1) as threads,
+        ):
             threads.submit(end_after_the_request, server, answer)
             assert fetch(client, server.getsockname()[1]) == make_description()
 
 
 @pytest.mark.parametrize(
-    "host", ["", "*", "a b", "\N{SNOWMAN}", "127.0.0.1/24", "tcp://127.0.0.1", "x" * 300]
+    "host",
+    ["", "*", "a b", "\N{SNOWMAN}", "127.0.0.1/24", "tcp://127.0.0.1", "x" * 300],
 )
-def test_a_host_that_is_none_is_a_failed_handshake(client: SideChannelClient, host: str) -> None:
+def test_a_host_that_is_none_is_a_failed_handshake(
+    client: SideChannelClient, host: str
+) -> None:
     with pytest.raises(KvferryError):
         fetch(client, 1, host, timeout_s=0.2)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "127.0.0.1/24", "localhost"])
-def test_no_socket_outlives_a_failed_handshake_and_no_thread_the_client(host: str) -> None:
+def test_no_socket_outlives_a_failed_handshake_and_no_thread_the_client(
+    host: str,
+) -> None:
     before = alive()
     with SideChannelClient() as client:
         ready = alive()
@@ -222,10 +241,17 @@ def test_files_bound_the_number_of_connections_and_not_the_sockets_that_zmq_give
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_closing_ends_handshakes_under_way_and_refuses_more(client: SideChannelClient) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(5) as threads:
+def test_closing_ends_handshakes_under_way_and_refuses_more(
+    client: SideChannelClient,
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        ThreadPoolExecutor(5) as threads,
+    ):
         port = silent.getsockname()[1]
-        asked = [threads.submit(fetch, client, port, timeout_s=NEVER_S) for _ in range(5)]
+        asked = [
+            threads.submit(fetch, client, port, timeout_s=NEVER_S) for _ in range(5)
+        ]
         accepted = [silent.accept()[0] for _ in asked]
         client.close()
         for connection in accepted:
@@ -237,7 +263,9 @@ def test_closing_ends_handshakes_under_way_and_refuses_more(client: SideChannelC
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_address_of_ipv6_may_have_brackets_or_not(client: SideChannelClient, host: str) -> None:
+def test_an_address_of_ipv6_may_have_brackets_or_not(
+    client: SideChannelClient, host: str
+) -> None:
     try:
         with answering(encode(make_description()), host="[::1]") as (port, _):
             assert fetch(client, port, host) == make_description()

@@ -42,14 +42,16 @@ def test_threads_of_a_scheduler_do_not_grow_with_its_peers(
                     for host in hosts[first:end]
                 )
                 queries.submit(
-                    StartQuery((HOST, ports[number]), query(number)) for number in range(first, end)
+                    StartQuery((HOST, ports[number]), query(number))
+                    for number in range(first, end)
                 )
                 for _ in range(first, end):
                     clients.append(socket.create_connection((HOST, port)))
                 for _ in range(first, end):
                     listener.inbox.get(timeout=30)
                 wait_until(
-                    lambda: len(queries.snapshot().producers) == end, "all of them are queried"
+                    lambda: len(queries.snapshot().producers) == end,
+                    "all of them are queried",
                 )
 
             connect(0, 1)

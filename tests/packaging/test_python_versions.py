@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 import tomllib
 
-from kvferry.cli.doctor.versions import NEEDED, NEEDED_BY_WORKERS, PYTHON, PYTHON_OF_VLLM, VLLM
+from kvferry.cli.doctor.versions import (
+    NEEDED,
+    NEEDED_BY_WORKERS,
+    PYTHON,
+    PYTHON_OF_VLLM,
+    VLLM,
+)
 from tests.packaging.outside import PACKAGES, ROOT
 
 OLDEST, NEWEST = (3, 10), (3, 13)
@@ -34,7 +40,9 @@ follow_imports = skip
 """
 
 
-def type_checked(python: tuple[int, int], *arguments: str) -> subprocess.CompletedProcess[str]:
+def type_checked(
+    python: tuple[int, int], *arguments: str
+) -> subprocess.CompletedProcess[str]:
     """By mypy, with the standard library as it is in this Python."""
     command = [
         sys.executable,
@@ -55,7 +63,9 @@ def test_no_source_uses_syntax_or_a_part_of_the_library_that_the_oldest_or_the_n
 ) -> None:
     config = tmp_path / "mypy.ini"
     config.write_text(CHECK_LIBRARY)
-    done = type_checked(python, "--config-file", str(config), "--cache-dir", str(tmp_path), *CORE)
+    done = type_checked(
+        python, "--config-file", str(config), "--cache-dir", str(tmp_path), *CORE
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -63,14 +73,18 @@ def test_the_declared_pythons_are_those_that_the_doctor_takes() -> None:
     declared = [
         (3, int(found[1]))
         for one in PROJECT["project"]["classifiers"]
-        if (found := re.fullmatch(r"Programming Language :: Python :: 3\.([0-9]+)", one))
+        if (
+            found := re.fullmatch(r"Programming Language :: Python :: 3\.([0-9]+)", one)
+        )
     ]
     assert declared == [(3, minor) for minor in range(PYTHON[0][1], PYTHON[1][1] + 1)]
     assert PROJECT["project"]["requires-python"] == f">={OLDEST[0]}.{OLDEST[1]}"
     assert PYTHON[0] == OLDEST
     assert PYTHON[1] == NEWEST
     assert PROJECT["tool"]["ruff"]["target-version"] == f"py{OLDEST[0]}{OLDEST[1]}"
-    assert PROJECT["tool"]["mypy"]["python_version"] == ".".join(map(str, PYTHON_OF_VLLM))
+    assert PROJECT["tool"]["mypy"]["python_version"] == ".".join(
+        map(str, PYTHON_OF_VLLM)
+    )
 
 
 def test_the_doctors_matrix_is_what_the_package_requires() -> None:

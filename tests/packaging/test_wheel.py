@@ -66,7 +66,9 @@ def test_the_source_distribution_builds_the_same_wheel(
     assert members(again) == members(distributions.wheel)
 
 
-def test_vllm_loads_the_plugin_and_finds_the_connector_by_its_name(installed: Installed) -> None:
+def test_vllm_loads_the_plugin_and_finds_the_connector_by_its_name(
+    installed: Installed,
+) -> None:
     pytest.importorskip("vllm", reason="NOT TESTED: vLLM is not installed")
     said = installed.python("-c", REGISTER, timeout_s=240).splitlines()
     (file,) = (line.split()[1] for line in said if line.startswith("FerryConnector "))
@@ -80,7 +82,8 @@ def test_the_description_on_pypi_has_no_relative_link(installed: Installed) -> N
     links = set(re.findall(r'(?:\]\(|(?:src|srcset|href)=")([^)"\s]*)', described))
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
     pages, pictures = (
-        f"https://{host}/v{found['Version']}/" for host in (f"github.com/{NAME}/blob", f"raw.{RAW}")
+        f"https://{host}/v{found['Version']}/"
+        for host in (f"github.com/{NAME}/blob", f"raw.{RAW}")
     )
     ours = {link.partition("#")[0]: link for link in links if NAME in link}
     for link in ours:
@@ -91,12 +94,18 @@ def test_the_description_on_pypi_has_no_relative_link(installed: Installed) -> N
     assert any(link.startswith(pages) for link in ours)
 
 
-def test_the_changelog_and_the_images_have_the_version_of_the_package(installed: Installed) -> None:
+def test_the_changelog_and_the_images_have_the_version_of_the_package(
+    installed: Installed,
+) -> None:
     version = metadata(installed).version
-    first = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    first = re.search(
+        r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     assert first is not None
     assert first[1] == version
-    texts = [path.read_text() for path in (ROOT / "deploy").rglob("*") if path.is_file()]
+    texts = [
+        path.read_text() for path in (ROOT / "deploy").rglob("*") if path.is_file()
+    ]
     tags = [
         tag
         for text in texts

@@ -47,23 +47,32 @@ def sharded(
         model: `attention`, `mla`, `hybrid` (each layer has attention and a state of its own), `state`.
         run_tokens: of the token interleave, where `dcp` is above 1.
     """
-    sizes = stages or [len(split_heads(layers, pp, stage, "even")) for stage in range(pp)]
+    sizes = stages or [
+        len(split_heads(layers, pp, stage, "even")) for stage in range(pp)
+    ]
     attention = (
         (Kind("mla", 1, 12, 2),)
         if model == "mla"
         else (Kind("k", heads, 4, 2), Kind("v", heads, 4, 2))
     )
-    kept = {"hybrid": ("layers", "mixers"), "state": ("mixers",)}.get(model, ("layers",))
+    kept = {"hybrid": ("layers", "mixers"), "state": ("mixers",)}.get(
+        model, ("layers",)
+    )
     names = {of: tuple(f"{of}.{layer}" for layer in range(sum(sizes))) for of in kept}
     groups = tuple(
-        Group("state", 0, of, STATES, 1) if name == "mixers" else Group("full", 0, of, attention, 1)
+        Group("state", 0, of, STATES, 1)
+        if name == "mixers"
+        else Group("full", 0, of, attention, 1)
         for name, of in names.items()
     )
     cuts = itertools.pairwise([0, *itertools.accumulate(sizes)])
     cut = tuple(
-        tuple(name for of in names.values() for name in of[start:stop]) for start, stop in cuts
+        tuple(name for of in names.values() for name in of[start:stop])
+        for start, stop in cuts
     )
     made = Model(tuple(name for of in names.values() for name in of), groups)
-    shards = Shards(Topology(pp=len(cut), pcp=pcp, tp=tp, dcp=dcp), cut, run_tokens, "even")
+    shards = Shards(
+        Topology(pp=len(cut), pcp=pcp, tp=tp, dcp=dcp), cut, run_tokens, "even"
+    )
     one = replace(side(made, block=block_tokens, layout=order, blocks=8), shards=shards)
     return engine(made, one, engine_id).description

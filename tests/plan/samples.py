@@ -9,7 +9,14 @@ import msgspec
 from hypothesis import strategies as st
 
 from kvferry.plan.tokens import TokenMap
-from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Range, Topology
+from kvferry.protocol.geometry import (
+    Format,
+    Interleave,
+    PagedTensor,
+    Place,
+    Range,
+    Topology,
+)
 from kvferry.protocol.handshake import (
     CacheGroup,
     EngineDescription,
@@ -48,7 +55,9 @@ def tensor(**changed: Any) -> PagedTensor:
     return PagedTensor(**{**usual, **changed})
 
 
-def worker(tensors: Sequence[PagedTensor] = (), place: Place | None = None) -> WorkerDescription:
+def worker(
+    tensors: Sequence[PagedTensor] = (), place: Place | None = None
+) -> WorkerDescription:
     return WorkerDescription(
         place=place or Place(),
         agent="agent",
@@ -85,7 +94,10 @@ def other(value: Any, **changed: Any) -> Any:
 
 @st.composite
 def strides(
-    draw: st.DrawFn, sizes: Sequence[int], cell_bytes: int, gaps: Sequence[int] = (0, 0, 0, 8)
+    draw: st.DrawFn,
+    sizes: Sequence[int],
+    cell_bytes: int,
+    gaps: Sequence[int] = (0, 0, 0, 8),
 ) -> list[int]:
     """Strides of an array with these sizes in any order of its axes, dense or with gaps, whose cells do not overlap."""
     found = [0] * len(sizes)
@@ -100,7 +112,9 @@ def strides(
 def tokens_of(share: Interleave, count: int) -> list[int]:
     """The tokens below `count` that a rank holds, in the order of its slots: runs are dealt out like cards."""
     return [
-        token for token in range(count) if token // share.run_tokens % share.ranks == share.rank
+        token
+        for token in range(count)
+        if token // share.run_tokens % share.ranks == share.rank
     ]
 
 
@@ -111,7 +125,12 @@ def span(of: PagedTensor) -> int:
 
 def cell_address(of: PagedTensor, block: int, head: int, tile: int) -> int:
     """The definition: everything else in the plan is compared with it. `head` counts the worker's own heads."""
-    return of.base + block * of.block_stride + head * of.head_stride + tile * of.tile_stride
+    return (
+        of.base
+        + block * of.block_stride
+        + head * of.head_stride
+        + tile * of.tile_stride
+    )
 
 
 def cell_bytes(of: PagedTensor, block: int, head: int, tile: int) -> Iterator[int]:

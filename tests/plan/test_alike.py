@@ -64,12 +64,17 @@ CHANGES = st.lists(
 
 def tensor(number: int, changes: dict[str, Any]) -> PagedTensor:
     return make_tensor(
-        **({"layer": f"layers.{number}", "group": 0, "format": FIELDS["format"][0]} | changes)
+        **(
+            {"layer": f"layers.{number}", "group": 0, "format": FIELDS["format"][0]}
+            | changes
+        )
     )
 
 
 def engine(*tensors: PagedTensor) -> EngineDescription:
-    return make_description(groups=GROUPS, workers=(make_worker(place=Place(), tensors=tensors),))
+    return make_description(
+        groups=GROUPS, workers=(make_worker(place=Place(), tensors=tensors),)
+    )
 
 
 def is_refused(*tensors: PagedTensor) -> bool:
@@ -94,6 +99,8 @@ def test_a_description_is_refused_when_any_of_its_tensors_would_be(
 ) -> None:
     tensors = [tensor(number, of) for number, of in enumerate(changes)]
     lists = {(one.group, block_list(one)) for one in tensors}
-    expected = any(map(is_refused, tensors)) or len(lists) > len({group for group, _ in lists})
+    expected = any(map(is_refused, tensors)) or len(lists) > len(
+        {group for group, _ in lists}
+    )
     event("refused" if expected else "taken")
     assert is_refused(*tensors) == expected

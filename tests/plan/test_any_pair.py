@@ -65,7 +65,9 @@ def plans_of(case: Drawn, costs: Costs = PUBLISHED) -> tuple[TransferPlan, ...] 
     return plans
 
 
-def check_bytes(case: Drawn, plans: tuple[TransferPlan, ...], chunks: int = EVERYTHING) -> set[str]:
+def check_bytes(
+    case: Drawn, plans: tuple[TransferPlan, ...], chunks: int = EVERYTHING
+) -> set[str]:
     """Every byte of every consumer worker, after all copies of its plan.
 
     Args:
@@ -75,17 +77,25 @@ def check_bytes(case: Drawn, plans: tuple[TransferPlan, ...], chunks: int = EVER
         How the staged reads were divided.
     """
     divided: set[str] = set()
-    consumer, producer, request = case.consumer.description, case.producer.description, case.request
+    consumer, producer, request = (
+        case.consumer.description,
+        case.producer.description,
+        case.request,
+    )
     numbers = number_names(consumer)
     there = case.producer.memories()
     sources = [
         produced(worker.tensors, producer.groups, memory, request, numbers)
         for worker, memory in zip(producer.workers, there, strict=True)
     ]
-    for plan, worker, memory in zip(plans, consumer.workers, case.consumer.memories(), strict=True):
+    for plan, worker, memory in zip(
+        plans, consumer.workers, case.consumer.memories(), strict=True
+    ):
         units = pair_request(plan, consumer.groups, producer.groups, request.blocks)
         reported = [
-            (route.worker, part) for route in plan.routes for part in route_copies(route, units)
+            (route.worker, part)
+            for route in plan.routes
+            for part in route_copies(route, units)
         ]
         direct, staged = (
             [
@@ -99,11 +109,19 @@ def check_bytes(case: Drawn, plans: tuple[TransferPlan, ...], chunks: int = EVER
         check_copies(direct + staged, sources, there, target, memory, numbers)
         if staged:
             # What the audit says of staged slices is their final effect; this is what a worker does.
-            waves = [wave for route in plan.routes for wave in staged_waves(route, units, chunks)]
+            waves = [
+                wave
+                for route in plan.routes
+                for wave in staged_waves(route, units, chunks)
+            ]
             pooled = [copies for wave in waves for copies in wave.copies]
             check_copies(direct + pooled, sources, there, target, memory, numbers)
-            divided |= {"some runs of a unit" for wave in waves if wave.is_part_of_a_unit}
-            divided |= {"some units of a request" for wave in waves if wave.window.first_unit}
+            divided |= {
+                "some runs of a unit" for wave in waves if wave.is_part_of_a_unit
+            }
+            divided |= {
+                "some units of a request" for wave in waves if wave.window.first_unit
+            }
     return divided
 
 
@@ -136,7 +154,9 @@ def test_any_pair_is_planned_as_a_brute_force_model_says(
     assert draws >= DRAWS
     assert accepted >= LEAST_ACCEPTED * draws
     rare = {
-        name: seen[name] / draws for name in FEATURES if seen[name] < LEAST_OF_EACH_FEATURE * draws
+        name: seen[name] / draws
+        for name in FEATURES
+        if seen[name] < LEAST_OF_EACH_FEATURE * draws
     }
     assert not rare, f"too few draws have these, KVFERRY_SEED={run_seed}"
 
@@ -159,7 +179,9 @@ def test_elements_of_two_sizes_go_through_a_small_pool(wide: str) -> None:
 
 @pytest.mark.parametrize("wide", ["producer", "consumer"])
 @pytest.mark.parametrize("block", [1, 48])
-def test_elements_of_two_sizes_apart_from_one_another_are_staged(wide: str, block: int) -> None:
+def test_elements_of_two_sizes_apart_from_one_another_are_staged(
+    wide: str, block: int
+) -> None:
     """Found by the random pairs: elements with a gap behind each are an axis of the producer's runs."""
     model = attention()
     sides = {
@@ -168,7 +190,9 @@ def test_elements_of_two_sizes_apart_from_one_another_are_staged(wide: str, bloc
     }
     for name, one in sides.items():
         (order,) = one.orders
-        apart = replace(order, gaps={"N": 2}, wide=frozenset({"k", "v"} if name == wide else ()))
+        apart = replace(
+            order, gaps={"N": 2}, wide=frozenset({"k", "v"} if name == wide else ())
+        )
         sides[name] = replace(one, orders=(apart,))
     case = Drawn(pair(model, sides["producer"], sides["consumer"], tokens=45))
     plans = plans_of(case, UNREACHED)

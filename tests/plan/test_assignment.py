@@ -38,19 +38,28 @@ def items(of: PagedTensor, count: int) -> Iterator[Item]:
 
 
 def check(
-    consumers: list[WorkerDescription], producers: list[WorkerDescription], assignment: Assignment
+    consumers: list[WorkerDescription],
+    producers: list[WorkerDescription],
+    assignment: Assignment,
 ) -> None:
     """Everything that a worker needs and any producer worker holds is read once, from a holder; the rest is a lack."""
-    everything = [one for side in (consumers, producers) for of in side for one in of.tensors]
-    count = math.lcm(*(one.interleave.ranks * one.interleave.run_tokens for one in everything))
-    held = [{item for one in of.tensors for item in items(one, count)} for of in producers]
+    everything = [
+        one for side in (consumers, producers) for of in side for one in of.tensors
+    ]
+    count = math.lcm(
+        *(one.interleave.ranks * one.interleave.run_tokens for one in everything)
+    )
+    held = [
+        {item for one in of.tensors for item in items(one, count)} for of in producers
+    ]
     anywhere: set[Item] = set().union(*held)
     for here, read in zip(consumers, assignment.sources, strict=True):
         got: Counter[Item] = Counter()
         needed = {item for one in here.tensors for item in items(one, count)}
         for producer, sources in read.items():
             shares = {
-                one.name: tokens_of(share_of(one), count) for one in producers[producer].tensors
+                one.name: tokens_of(share_of(one), count)
+                for one in producers[producer].tensors
             }
             for name, heads in sources:
                 part = {
@@ -82,12 +91,18 @@ def shards(draw: st.DrawFn) -> list[WorkerDescription]:
     workers = []
     for index in range(draw(st.integers(1, 6))):
         tensors = []
-        share = Interleave(ranks=ranks, rank=draw(st.integers(0, ranks - 1)), run_tokens=run)
+        share = Interleave(
+            ranks=ranks, rank=draw(st.integers(0, ranks - 1)), run_tokens=run
+        )
         for kind in draw(st.sampled_from((("k",), ("k", "v"), ("v",), ()))):
             start = draw(st.integers(0, 4))
             heads = Range(start, draw(st.integers(start, 5)))
             tensors.append(
-                tensor(kind=kind, heads=heads, interleave=share if ranks > 1 else Interleave())
+                tensor(
+                    kind=kind,
+                    heads=heads,
+                    interleave=share if ranks > 1 else Interleave(),
+                )
             )
         workers.append(other(worker(place=Place(tp=index)), tensors=tuple(tensors)))
     return workers
@@ -149,7 +164,11 @@ def test_replicas_serve_equally_many_readers_or_one_more(
             [[0, 1, 2, 3], [4, 5, 6, 7]],
         ),
         ({"tp": 4, "model": "mla"}, {"tp": 2, "model": "mla"}, [[0], [1], [0], [1]]),
-        ({"tp": 2, "model": "mla"}, {"tp": 4, "dcp": 4, "model": "mla"}, [[0, 1, 2, 3]] * 2),
+        (
+            {"tp": 2, "model": "mla"},
+            {"tp": 4, "dcp": 4, "model": "mla"},
+            [[0, 1, 2, 3]] * 2,
+        ),
         ({"tp": 1, "pcp": 4}, {"tp": 1, "pcp": 2}, [[0], [1], [0], [1]]),
         ({"pp": 2}, {"pp": 1}, [[0], [0]]),
         ({"pp": 1}, {"pp": 2}, [[0, 1]]),
@@ -169,7 +188,9 @@ def test_who_reads_from_whom(
     assert assignment.lacks == ()
 
 
-def test_producers_without_a_reader_are_notified_by_the_consumers_with_the_fewest_routes() -> None:
+def test_producers_without_a_reader_are_notified_by_the_consumers_with_the_fewest_routes() -> (
+    None
+):
     """Two KV heads on eight ranks feed two consumers: six of the eight are not read."""
     assignment = pair(sharded("D", tp=2, heads=2), sharded(tp=8, heads=2))
     assert readers(assignment) == [[0], [4]]
@@ -192,7 +213,8 @@ def test_heads_that_touch_are_one_source() -> None:
 def test_the_bytes_of_earlier_tensors_count_where_replicas_are_equally_good() -> None:
     """Three layers with patterns of their own, one reader: the replica that has sent least is next."""
     wide, narrow, last = (
-        tensor(layer=name, cell_bytes=size) for name, size in (("0", 32), ("1", 8), ("2", 16))
+        tensor(layer=name, cell_bytes=size)
+        for name, size in (("0", 32), ("1", 8), ("2", 16))
     )
     lone = worker([wide, narrow, last])
     both = [worker([wide, narrow, last]), worker([wide, narrow, last], Place(tp=1))]
@@ -209,11 +231,19 @@ def test_the_bytes_of_earlier_tensors_count_where_replicas_are_equally_good() ->
             [tensor(heads=Range(0, 1)), tensor(heads=Range(3, 4))],
             Lack(("layers.0", "kv"), Range(1, 3), Interleave()),
         ),
-        (tensor(layer="draft.0"), [tensor()], Lack(("draft.0", "kv"), Range(0, 2), Interleave())),
+        (
+            tensor(layer="draft.0"),
+            [tensor()],
+            Lack(("draft.0", "kv"), Range(0, 2), Interleave()),
+        ),
         (
             tensor(),
             [tensor(interleave=Interleave(ranks=2, rank=0, run_tokens=4))],
-            Lack(("layers.0", "kv"), Range(0, 2), Interleave(ranks=2, rank=1, run_tokens=4)),
+            Lack(
+                ("layers.0", "kv"),
+                Range(0, 2),
+                Interleave(ranks=2, rank=1, run_tokens=4),
+            ),
         ),
     ],
     ids=["heads", "a layer", "a share of the tokens"],
@@ -225,7 +255,9 @@ def test_what_has_no_holder_is_named(
     assert assign([worker([consumer])], holders).lacks == (lack,)
 
 
-def test_a_description_that_claims_very_many_ranks_costs_no_more_than_its_first_lacks() -> None:
+def test_a_description_that_claims_very_many_ranks_costs_no_more_than_its_first_lacks() -> (
+    None
+):
     claim = Interleave(ranks=65536, rank=0, run_tokens=1)
     layers = [f"layers.{index}" for index in range(64)]
     assignment = assign(
@@ -249,8 +281,12 @@ def hybrid(tp: int, heads: int, states: int) -> list[WorkerDescription]:
     for rank in range(tp):
         kept = max(1, heads // tp)
         first = rank * heads // tp if heads else 0
-        attention = tensor(kind="k" if heads else "mla", heads=Range(first, first + kept))
-        state = tensor(kind="ssm", heads=Range(rank * states // tp, (rank + 1) * states // tp))
+        attention = tensor(
+            kind="k" if heads else "mla", heads=Range(first, first + kept)
+        )
+        state = tensor(
+            kind="ssm", heads=Range(rank * states // tp, (rank + 1) * states // tp)
+        )
         made.append(other(worker(place=Place(tp=rank)), tensors=(attention, state)))
     return made
 
@@ -288,7 +324,8 @@ def mixed(draw: st.DrawFn) -> list[WorkerDescription]:
         own = tensor(
             kind="ssm",
             heads=Range(
-                rank * heads // count, max(rank * heads // count + 1, (rank + 1) * heads // count)
+                rank * heads // count,
+                max(rank * heads // count + 1, (rank + 1) * heads // count),
             ),
         )
         made.append(other(worker(place=Place(tp=rank)), tensors=(replica, own)))
@@ -311,8 +348,12 @@ def test_a_reader_takes_a_new_route_only_where_those_that_it_has_serve_enough_al
         for read in assignment.sources
     ]
     for first in (0, 2):
-        wants = [n for n, one in enumerate(consumers) if one.tensors[0].heads.start == first]
-        holds = [n for n, one in enumerate(producers) if one.tensors[0].heads.start == first]
+        wants = [
+            n for n, one in enumerate(consumers) if one.tensors[0].heads.start == first
+        ]
+        holds = [
+            n for n, one in enumerate(producers) if one.tensors[0].heads.start == first
+        ]
         if not wants or not holds:
             continue
         chosen = [
@@ -326,13 +367,17 @@ def test_a_reader_takes_a_new_route_only_where_those_that_it_has_serve_enough_al
         served = [chosen.count(holder) for holder in holds]
         assert max(served) - min(served) <= 1
         fewest = min(
-            sum(holder not in by_state[reader] for reader, holder in zip(wants, ways, strict=True))
+            sum(
+                holder not in by_state[reader]
+                for reader, holder in zip(wants, ways, strict=True)
+            )
             for ways in itertools.product(holds, repeat=len(wants))
             if max(map(ways.count, holds)) - min(map(ways.count, holds)) <= 1
         )
         assert (
             sum(
-                holder not in by_state[reader] for reader, holder in zip(wants, chosen, strict=True)
+                holder not in by_state[reader]
+                for reader, holder in zip(wants, chosen, strict=True)
             )
             == fewest
         )

@@ -49,7 +49,8 @@ def asked(
 ) -> Asked:
     policy = "window" if window else "full"
     here, there = (
-        CacheGroup(policy=policy, block_tokens=size, window_tokens=window) for size in blocks
+        CacheGroup(policy=policy, block_tokens=size, window_tokens=window)
+        for size in blocks
     )
     sides = [
         tensor(block_tokens=kernel, blocks=count * size // kernel, interleave=share)
@@ -59,7 +60,9 @@ def asked(
     ]
     tokens = map_tokens(0, policy, *sides)
     first, stop = wanted
-    request = RequestBlocks([local], [remote], first, stop, stop if held is None else held)
+    request = RequestBlocks(
+        [local], [remote], first, stop, stop if held is None else held
+    )
     return Asked(here, there, tokens, request)
 
 
@@ -77,7 +80,12 @@ Spot = tuple[int, int]
 
 
 def spot(
-    ids: Sequence[int], missing: int, group: CacheGroup, kernel: int, slot: int, blocks: int
+    ids: Sequence[int],
+    missing: int,
+    group: CacheGroup,
+    kernel: int,
+    slot: int,
+    blocks: int,
 ) -> Spot | None:
     """Where a slot is, by walking the list of blocks; None where no block is held."""
     at, inside = divmod(slot, group.block_tokens)
@@ -87,7 +95,9 @@ def spot(
         return None
     if not 0 <= ids[at - missing] < blocks:
         raise Uncovered
-    return ids[at - missing] * (group.block_tokens // kernel) + inside // kernel, inside % kernel
+    return ids[at - missing] * (
+        group.block_tokens // kernel
+    ) + inside // kernel, inside % kernel
 
 
 def by_tokens(case: Asked) -> dict[int, tuple[Spot, Spot]]:
@@ -96,7 +106,9 @@ def by_tokens(case: Asked) -> dict[int, tuple[Spot, Spot]]:
     local_ids, remote_ids = request.local[0], request.remote[0]
     here = slots_of(tokens.local.share, COUNTED)
     there = slots_of(tokens.remote.share, COUNTED)
-    total = -(-request.num_tokens // (case.there.block_tokens * tokens.remote.share.ranks))
+    total = -(
+        -request.num_tokens // (case.there.block_tokens * tokens.remote.share.ranks)
+    )
     missing = total - len(remote_ids)
     if missing < 0 or request.stop_token > request.num_tokens:
         raise Uncovered
@@ -104,18 +116,27 @@ def by_tokens(case: Asked) -> dict[int, tuple[Spot, Spot]]:
     for token in here.keys() & there.keys():
         in_unit.setdefault(here[token] // tokens.unit_tokens, []).append(token)
     needed_from = (
-        request.stop_token - case.here.window_tokens + 1 if case.here.policy == "window" else 0
+        request.stop_token - case.here.window_tokens + 1
+        if case.here.policy == "window"
+        else 0
     )
     found: dict[int, tuple[Spot, Spot]] = {}
     for unit in in_unit.values():
         if not any(request.first_token <= token < request.stop_token for token in unit):
             continue
         for token in unit:
-            to = spot(local_ids, 0, case.here, tokens.local.block_tokens, here[token], HERE)
+            to = spot(
+                local_ids, 0, case.here, tokens.local.block_tokens, here[token], HERE
+            )
             if to is None:
                 continue
             source = spot(
-                remote_ids, missing, case.there, tokens.remote.block_tokens, there[token], THERE
+                remote_ids,
+                missing,
+                case.there,
+                tokens.remote.block_tokens,
+                there[token],
+                THERE,
             )
             if source is not None:
                 found[token] = (to, source)
@@ -126,8 +147,15 @@ def by_tokens(case: Asked) -> dict[int, tuple[Spot, Spot]]:
 
 def unit_spots(case: Asked, pairs: UnitPairs) -> Iterator[tuple[Spot, Spot]]:
     unit = case.tokens.unit_tokens
-    columns = (pairs.local_block, pairs.local_position, pairs.remote_block, pairs.remote_position)
-    for here, at, there, source in zip(*(column.tolist() for column in columns), strict=True):
+    columns = (
+        pairs.local_block,
+        pairs.local_position,
+        pairs.remote_block,
+        pairs.remote_position,
+    )
+    for here, at, there, source in zip(
+        *(column.tolist() for column in columns), strict=True
+    ):
         for inside in range(unit):
             yield (here, at * unit + inside), (there, source * unit + inside)
 
@@ -155,7 +183,8 @@ def requests(draw: st.DrawFn) -> Asked:
     kernels = tuple(draw(st.sampled_from((1, 2, 3, 4, 6))) for _ in range(2))
     # A scheduler block holds whole runs: otherwise its rank could not tell how many of its slots are used.
     least = [
-        math.lcm(kernel, share.run_tokens) for kernel, share in zip(kernels, shares, strict=True)
+        math.lcm(kernel, share.run_tokens)
+        for kernel, share in zip(kernels, shares, strict=True)
     ]
     blocks = tuple(size * draw(st.integers(1, 3)) for size in least)
     num_tokens = draw(st.integers(1, 60))
@@ -165,14 +194,24 @@ def requests(draw: st.DrawFn) -> Asked:
     case = asked((), (), (first, stop), num_tokens, blocks, kernels, window, shares)  # type: ignore[arg-type]
     count = -(-stop // (blocks[0] * shares[0].ranks)) + draw(st.integers(0, 1))
     nulls = draw(st.sampled_from((0, 0, count // 2, count)))
-    local = [NULL_BLOCK] * nulls + draw(st.permutations(range(1, HERE)))[: count - nulls]
+    local = [NULL_BLOCK] * nulls + draw(st.permutations(range(1, HERE)))[
+        : count - nulls
+    ]
     total = -(-num_tokens // (blocks[1] * shares[1].ranks))
     needed_from = max(0, stop - window + 1 if window else first)
-    missing = draw(st.integers(0, min(needed_from // (blocks[1] * shares[1].ranks), total)))
-    remote = draw(
-        st.lists(st.integers(1, THERE - 1), min_size=total - missing, max_size=total - missing)
+    missing = draw(
+        st.integers(0, min(needed_from // (blocks[1] * shares[1].ranks), total))
     )
-    return replace(case, request=RequestBlocks([local], [remote], first, stop, num_tokens))
+    remote = draw(
+        st.lists(
+            st.integers(1, THERE - 1),
+            min_size=total - missing,
+            max_size=total - missing,
+        )
+    )
+    return replace(
+        case, request=RequestBlocks([local], [remote], first, stop, num_tokens)
+    )
 
 
 @st.composite
@@ -180,9 +219,15 @@ def broken_requests(draw: st.DrawFn) -> Asked:
     """A request with one thing changed, which may or may not matter to it."""
     case = draw(requests())
     request = case.request
-    local, remote, stop = list(request.local[0]), list(request.remote[0]), request.stop_token
+    local, remote, stop = (
+        list(request.local[0]),
+        list(request.remote[0]),
+        request.stop_token,
+    )
     change = draw(
-        st.sampled_from(("one more", "one fewer", "a null", "too high", "longer", "shorter local"))
+        st.sampled_from(
+            ("one more", "one fewer", "a null", "too high", "longer", "shorter local")
+        )
     )
     at = draw(st.integers(0, max(0, len(remote) - 1)))
     if change == "one more":
@@ -192,10 +237,16 @@ def broken_requests(draw: st.DrawFn) -> Asked:
     elif change == "shorter local":
         local = local[:-1]
     elif remote:
-        remote[at : at + 1] = {"one fewer": [], "a null": [NULL_BLOCK], "too high": [THERE]}[change]
+        remote[at : at + 1] = {
+            "one fewer": [],
+            "a null": [NULL_BLOCK],
+            "too high": [THERE],
+        }[change]
     return replace(
         case,
-        request=RequestBlocks([local], [remote], request.first_token, stop, request.num_tokens),
+        request=RequestBlocks(
+            [local], [remote], request.first_token, stop, request.num_tokens
+        ),
     )
 
 
@@ -211,7 +262,9 @@ def check(case: Asked) -> None:
 
 
 @given(requests())
-def test_any_request_that_can_be_served_is_paired_as_its_tokens_say(case: Asked) -> None:
+def test_any_request_that_can_be_served_is_paired_as_its_tokens_say(
+    case: Asked,
+) -> None:
     check(case)
 
 
@@ -234,7 +287,9 @@ def test_a_state_is_the_last_block_that_either_side_holds() -> None:
     tokens = map_tokens(
         0, "state", tensor(block_tokens=16, blocks=9), tensor(block_tokens=4, blocks=5)
     )
-    pairs = pair_units(tokens, state, state, RequestBlocks([[0, 0, 7]], [[2, 4, 0]], 0, 40, 40))
+    pairs = pair_units(
+        tokens, state, state, RequestBlocks([[0, 0, 7]], [[2, 4, 0]], 0, 40, 40)
+    )
     assert (pairs.local_block.tolist(), pairs.remote_block.tolist()) == ([7], [4])
     assert (pairs.local_position.tolist(), pairs.remote_position.tolist()) == ([0], [0])
 
@@ -242,7 +297,12 @@ def test_a_state_is_the_last_block_that_either_side_holds() -> None:
 @pytest.mark.parametrize(
     ("local", "remote", "stop", "says"),
     [
-        ([7], [4], 39, "expected all 40 tokens, or none: a recurrent state cannot be divided"),
+        (
+            [7],
+            [4],
+            39,
+            "expected all 40 tokens, or none: a recurrent state cannot be divided",
+        ),
         ([7], [0], 40, "expected a block with the state on both sides"),
         ([], [4], 40, "expected a block with the state on both sides"),
         ([7], [5], 40, "remote_block_ids[0] is 5; expected block ids up to 4"),
@@ -264,21 +324,44 @@ def test_a_state_that_is_not_there_is_refused(
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        (asked([9], [1, 2], (0, 4)), "2 blocks'; expected at most 1 blocks for 4 tokens"),
-        (asked([9, 8], [1, THERE], (0, 8)), f"is {THERE}; expected block ids up to {THERE - 1}"),
+        (
+            asked([9], [1, 2], (0, 4)),
+            "2 blocks'; expected at most 1 blocks for 4 tokens",
+        ),
+        (
+            asked([9, 8], [1, THERE], (0, 8)),
+            f"is {THERE}; expected block ids up to {THERE - 1}",
+        ),
         (asked([9, 8], [1, -2], (0, 8)), f"expected block ids up to {THERE - 1}"),
         (
             asked([9], [THERE], (0, 8), blocks=(8, 8), kernels=(4, 4)),
             f"is {THERE}; expected block ids up to",
         ),
-        (asked([9, 8], [2], (0, 8)), "1 blocks'; expected blocks for all tokens from 0 to 8"),
-        (asked([9, 8], [0, 2], (0, 8)), "2 blocks'; expected blocks for all tokens from 0 to 8"),
-        (asked([9, 8], [1, 0], (0, 8)), "2 blocks'; expected blocks for all tokens from 0 to 8"),
-        (asked([9, 8, 7], [1, 2], (0, 12), 8), "expected at most the 8 tokens that are held"),
-        (asked([9], [1, 2], (0, 8)), "expected no more than 1 local blocks of 4 tokens"),
+        (
+            asked([9, 8], [2], (0, 8)),
+            "1 blocks'; expected blocks for all tokens from 0 to 8",
+        ),
+        (
+            asked([9, 8], [0, 2], (0, 8)),
+            "2 blocks'; expected blocks for all tokens from 0 to 8",
+        ),
+        (
+            asked([9, 8], [1, 0], (0, 8)),
+            "2 blocks'; expected blocks for all tokens from 0 to 8",
+        ),
+        (
+            asked([9, 8, 7], [1, 2], (0, 12), 8),
+            "expected at most the 8 tokens that are held",
+        ),
+        (
+            asked([9], [1, 2], (0, 8)),
+            "expected no more than 1 local blocks of 4 tokens",
+        ),
     ],
 )
-def test_every_refusal_names_the_group_and_what_would_be_right(case: Asked, says: str) -> None:
+def test_every_refusal_names_the_group_and_what_would_be_right(
+    case: Asked, says: str
+) -> None:
     with pytest.raises(InvalidParams) as refused:
         case.pair()
     assert refused.value.field == "remote_block_ids[0]"

@@ -20,16 +20,26 @@ HEADS, TOKENS, CELL = 2, 4, 16
 
 
 def part(
-    local: PagedTensor, remote: PagedTensor, heads: Range | None = None, policy: str = "full"
+    local: PagedTensor,
+    remote: PagedTensor,
+    heads: Range | None = None,
+    policy: str = "full",
 ) -> TensorSlice:
     return TensorSlice(
-        local, remote, heads or local.heads, map_tokens(local.group, policy, local, remote)
+        local,
+        remote,
+        heads or local.heads,
+        map_tokens(local.group, policy, local, remote),
     )
 
 
 def laid_out(order: str, **changed: Any) -> PagedTensor:
     """K of `[K|V]`: two heads, four tokens a block, cells of 16 bytes, V behind it."""
-    head, token = (TOKENS * 2 * CELL, 2 * CELL) if order == "HND" else (2 * CELL, HEADS * 2 * CELL)
+    head, token = (
+        (TOKENS * 2 * CELL, 2 * CELL)
+        if order == "HND"
+        else (2 * CELL, HEADS * 2 * CELL)
+    )
     usual: dict[str, Any] = {
         "kind": "k",
         "block_stride": HEADS * TOKENS * 2 * CELL,
@@ -62,10 +72,12 @@ def runs_of(
         for base in one.bases:
             for steps in itertools.product(*(range(axis.steps) for axis in one.axes)):
                 to = sum(
-                    step * axis.local_stride for step, axis in zip(steps, one.axes, strict=True)
+                    step * axis.local_stride
+                    for step, axis in zip(steps, one.axes, strict=True)
                 )
                 source = sum(
-                    step * axis.remote_stride for step, axis in zip(steps, one.axes, strict=True)
+                    step * axis.remote_stride
+                    for step, axis in zip(steps, one.axes, strict=True)
                 )
                 yield base[0] + local + to, base[1] + remote + source, one.run_bytes
 
@@ -92,8 +104,12 @@ def check(
     assert sorted(moved) == sorted(wanted)
     assert sum(one.unit_bytes for one in found) == len(wanted)
     assert sum(one.unit_runs for one in found) == len(list(runs_of(found, here, there)))
-    members = sorted(member for one in found for place in one.members for member in place)
-    assert members == list(range(len(parts))), "every part is in exactly one place of one bundle"
+    members = sorted(
+        member for one in found for place in one.members for member in place
+    )
+    assert members == list(range(len(parts))), (
+        "every part is in exactly one place of one bundle"
+    )
     return found
 
 
@@ -101,7 +117,9 @@ def check(
 def elements(draw: st.DrawFn, cell: int) -> tuple[int, int]:
     """The bytes of an element, 0 where they follow one another, and the stride as a multiple of the cell."""
     size = draw(
-        st.sampled_from([0, *(size for size in (1, 2, 4) if cell % size == 0 and size < cell)])
+        st.sampled_from(
+            [0, *(size for size in (1, 2, 4) if cell % size == 0 and size < cell)]
+        )
     )
     return size, draw(st.integers(1, 3)) if size else 0
 
@@ -125,7 +143,9 @@ def any_parts(draw: st.DrawFn) -> list[TensorSlice]:
         packed = draw(st.booleans())
         extent = (cell // piece - 1) * spread * piece + piece if piece else cell
         width = extent * (count if packed else 1)
-        block, head, tile = draw(strides((4, len(own), tiles), width, gaps=(0, 0, 0, 3)))
+        block, head, tile = draw(
+            strides((4, len(own), tiles), width, gaps=(0, 0, 0, 3))
+        )
         apart = draw(st.sampled_from((0, 16)))
         far = max(block * 4, head * len(own), tile * tiles) + apart
         sides.append(
@@ -158,7 +178,10 @@ def test_any_strides_give_every_byte_of_a_unit_once_and_from_its_own_place(
 ) -> None:
     tokens = parts[0].tokens
     here, there = (
-        (data.draw(st.integers(0, 3)), data.draw(st.integers(0, tokens.positions(side) - 1)))
+        (
+            data.draw(st.integers(0, 3)),
+            data.draw(st.integers(0, tokens.positions(side) - 1)),
+        )
         for side in (tokens.local, tokens.remote)
     )
     for one in check(*parts, here=here, there=there):
@@ -172,7 +195,11 @@ def test_the_worked_example_of_the_docstring() -> None:
     """K and V merge in both orders; where the orders differ, eight runs of K and V of a token remain."""
     k, v = both("HND")
     (one,) = check(part(k, k), part(v, v))
-    assert (one.run_bytes, one.unit_runs, one.members) == (HEADS * TOKENS * 2 * CELL, 1, ((0, 1),))
+    assert (one.run_bytes, one.unit_runs, one.members) == (
+        HEADS * TOKENS * 2 * CELL,
+        1,
+        ((0, 1),),
+    )
     k_there, v_there = both("NHD")
     (one,) = check(part(k, k_there), part(v, v_there))
     assert (one.run_bytes, one.unit_runs) == (2 * CELL, 8)
@@ -181,56 +208,90 @@ def test_the_worked_example_of_the_docstring() -> None:
 def test_keys_and_values_that_are_packed_on_one_side_only_stay_apart() -> None:
     k, v = both("HND")
     apart = laid_out(
-        "HND", head_stride=TOKENS * CELL, tile_stride=CELL, block_stride=HEADS * TOKENS * CELL
+        "HND",
+        head_stride=TOKENS * CELL,
+        tile_stride=CELL,
+        block_stride=HEADS * TOKENS * CELL,
     )
-    parts = [part(k, apart), part(v, other(apart, kind="v", base=apart.base + (1 << 20)))]
+    parts = [
+        part(k, apart),
+        part(v, other(apart, kind="v", base=apart.base + (1 << 20))),
+    ]
     (one,) = check(*parts)
     assert (one.run_bytes, one.unit_runs, one.members) == (CELL, 16, ((0,), (1,)))
 
 
 def test_the_layers_of_a_blocks_first_cache_are_one_run() -> None:
     """All layers of a block together: 3 layers of 64 bytes in blocks of 192."""
-    layers = [tensor(layer=f"{n}", base=4096 + n * 64, block_stride=192) for n in range(3)]
+    layers = [
+        tensor(layer=f"{n}", base=4096 + n * 64, block_stride=192) for n in range(3)
+    ]
     (one,) = check(*(part(layer, layer) for layer in layers))
     assert (one.run_bytes, one.unit_runs, one.members) == (192, 1, ((0, 1, 2),))
     there = [
-        other(layer, base=1 << 30 | n << 20, block_stride=64) for n, layer in enumerate(layers)
+        other(layer, base=1 << 30 | n << 20, block_stride=64)
+        for n, layer in enumerate(layers)
     ]
-    (one,) = check(*(part(layer, remote) for layer, remote in zip(layers, there, strict=True)))
+    (one,) = check(
+        *(part(layer, remote) for layer, remote in zip(layers, there, strict=True))
+    )
     assert (one.run_bytes, one.unit_runs) == (64, 3)
 
 
 @pytest.mark.parametrize("blocks", [1, 8])
 @pytest.mark.parametrize("apart", ["here", "there", "on both sides"])
-def test_a_joined_run_never_crosses_into_another_allocation(blocks: int, apart: str) -> None:
+def test_a_joined_run_never_crosses_into_another_allocation(
+    blocks: int, apart: str
+) -> None:
     """Two layers of one block each may lie next to each other by chance: no region holds a run across both."""
     alone = tensor(blocks=blocks)
     chance = (
         alone,
-        tensor(layer="layers.1", base=alone.base + blocks * alone.block_stride, blocks=blocks),
+        tensor(
+            layer="layers.1",
+            base=alone.base + blocks * alone.block_stride,
+            blocks=blocks,
+        ),
     )
     inside = (
         other(alone, block_stride=192),
         other(alone, layer="layers.1", block_stride=192, base=alone.base + 64),
     )
     here, there = (
-        chance if apart in (side, "on both sides") else inside for side in ("here", "there")
+        chance if apart in (side, "on both sides") else inside
+        for side in ("here", "there")
     )
-    (found,) = merge([part(local, remote) for local, remote in zip(here, there, strict=True)])
+    (found,) = merge(
+        [part(local, remote) for local, remote in zip(here, there, strict=True)]
+    )
     assert found.run_bytes == 64
     assert found.bases == tuple(
         (local.base, remote.base) for local, remote in zip(here, there, strict=True)
     )
 
 
-def test_whole_blocks_merge_keys_as_dim_by_tokens_with_values_as_tokens_by_dim() -> None:
+def test_whole_blocks_merge_keys_as_dim_by_tokens_with_values_as_tokens_by_dim() -> (
+    None
+):
     """A block of CPU attention: per head K as [D, N], then V as [N, D], all contiguous."""
     k = laid_out(
-        "HND", head_stride=128, block_stride=256, tile_stride=2, element_bytes=2, element_stride=8
+        "HND",
+        head_stride=128,
+        block_stride=256,
+        tile_stride=2,
+        element_bytes=2,
+        element_stride=8,
     )
     v = laid_out(
-        "HND", kind="v", base=k.base + 64, head_stride=128, block_stride=256, tile_stride=16
+        "HND",
+        kind="v",
+        base=k.base + 64,
+        head_stride=128,
+        block_stride=256,
+        tile_stride=16,
     )
     tokens = map_tokens(k.group, "full", k, k)
-    (one,) = check(TensorSlice(k, k, k.heads, tokens), TensorSlice(v, v, v.heads, tokens))
+    (one,) = check(
+        TensorSlice(k, k, k.heads, tokens), TensorSlice(v, v, v.heads, tokens)
+    )
     assert (one.run_bytes, one.unit_runs, one.members) == (256, 1, ((0, 1),))

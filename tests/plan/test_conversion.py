@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvferry.plan.conversion import DtypeConversion, conversion_of, is_convertible, needs_conversion
+from kvferry.plan.conversion import (
+    DtypeConversion,
+    conversion_of,
+    is_convertible,
+    needs_conversion,
+)
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import PlanRefused
@@ -15,7 +20,13 @@ from kvferry.protocol.geometry import Format, PagedTensor, Range
 from tests.plan.samples import engine, other, tensor
 
 ELEMENTS = 4
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3": 1, "float8_e5m2": 1}
+ITEM_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3": 1,
+    "float8_e5m2": 1,
+}
 
 
 def cache(dtype: str, scales: tuple[float, ...] = (), **changed: Any) -> PagedTensor:
@@ -37,18 +48,24 @@ BFLOAT16, FLOAT16, FLOAT32 = cache("bfloat16"), cache("float16"), cache("float32
 FLOAT8 = cache("float8_e4m3", (0.5,))
 
 
-def route_of(local: PagedTensor, remote: PagedTensor, costs: Costs | None = None) -> Route:
+def route_of(
+    local: PagedTensor, remote: PagedTensor, costs: Costs | None = None
+) -> Route:
     (route,) = plan_transfer(engine(local), 0, engine(remote), costs or Costs()).routes
     return route
 
 
-def fields(local: PagedTensor, remote: PagedTensor, costs: Costs | None = None) -> list[str]:
+def fields(
+    local: PagedTensor, remote: PagedTensor, costs: Costs | None = None
+) -> list[str]:
     with pytest.raises(PlanRefused) as refused:
         route_of(local, remote, costs)
     return [reason.field for reason in refused.value.reasons]
 
 
-def test_without_a_pool_what_may_be_mapped_is_planned_and_refused_if_it_is_not() -> None:
+def test_without_a_pool_what_may_be_mapped_is_planned_and_refused_if_it_is_not() -> (
+    None
+):
     consumer, producer = engine(FLOAT16), engine(BFLOAT16)
     no_pool = Costs(staged_run_bytes=0)
     with pytest.raises(PlanRefused) as refused:
@@ -105,7 +122,9 @@ def test_only_formats_whose_strides_say_everything_are_convertible(
 def test_scales_are_those_of_the_global_head_on_either_side() -> None:
     here = cache("float8_e4m3", (0.5, 0.25), heads=Range(4, 6))
     there = cache("float8_e5m2", (8.0, 4.0, 2.0), heads=Range(3, 6))
-    assert conversion_of(here, there, 5) == DtypeConversion("float8_e5m2", "float8_e4m3", 2.0, 0.25)
+    assert conversion_of(here, there, 5) == DtypeConversion(
+        "float8_e5m2", "float8_e4m3", 2.0, 0.25
+    )
     assert conversion_of(BFLOAT16, FLOAT8, 1) == DtypeConversion(
         "float8_e4m3", "bfloat16", 0.5, 1.0
     )
@@ -124,7 +143,9 @@ def test_what_is_converted_is_staged_whatever_the_costs_are(
     (source,) = route.sources
     (placement,) = source.placements
     assert placement.dtypes == (remote.format.dtype, local.format.dtype)
-    assert placement.run == 8 * ELEMENTS, "elements: the whole block lies in one run on both sides"
+    assert placement.run == 8 * ELEMENTS, (
+        "elements: the whole block lies in one run on both sides"
+    )
     assert source.bundle.run_bytes == remote.block_stride
     assert [piece.scales for piece in placement.pieces] == [
         ((remote.scales or (1.0,))[0], (local.scales or (1.0,))[0])
@@ -141,7 +162,10 @@ def test_heads_with_scales_of_their_own_are_pieces_of_their_own() -> None:
         for piece in placement.pieces
     ]
     head = 4 * ELEMENTS
-    assert sorted(pieces) == [(0, 4096, (1.0, 0.5)), (2 * head, 4096 + head, (1.0, 0.25))]
+    assert sorted(pieces) == [
+        (0, 4096, (1.0, 0.5)),
+        (2 * head, 4096 + head, (1.0, 0.25)),
+    ]
 
 
 def test_the_run_of_a_conversion_is_as_long_as_both_sides_have_it() -> None:
@@ -153,7 +177,8 @@ def test_the_run_of_a_conversion_is_as_long_as_both_sides_have_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("local", "remote"), [(cache("float8_e4m3"), BFLOAT16), (BFLOAT16, cache("float8_e4m3"))]
+    ("local", "remote"),
+    [(cache("float8_e4m3"), BFLOAT16), (BFLOAT16, cache("float8_e4m3"))],
 )
 def test_without_scales_a_quantised_cache_is_not_converted(
     local: PagedTensor, remote: PagedTensor
@@ -170,9 +195,9 @@ def test_without_scales_a_quantised_cache_is_not_converted(
 
 def test_without_a_pool_nothing_is_converted() -> None:
     assert fields(FLOAT8, BFLOAT16, Costs(staged_run_bytes=0)) == ["layers.0/kv.format"]
-    assert fields(FLOAT8, BFLOAT16, Costs(staged_run_bytes=7)) == ["layers.0/kv.format"], (
-        "nor by one of 7 bytes"
-    )
+    assert fields(FLOAT8, BFLOAT16, Costs(staged_run_bytes=7)) == [
+        "layers.0/kv.format"
+    ], "nor by one of 7 bytes"
 
 
 def test_a_host_buffer_without_a_pool_is_refused_as_that_and_not_as_a_format() -> None:
@@ -186,7 +211,9 @@ def test_a_host_buffer_without_a_pool_is_refused_as_that_and_not_as_a_format() -
 
 
 def test_unequal_numbers_of_elements_are_refused_as_unequal_cells() -> None:
-    wide = cache("bfloat16", cell_bytes=16, tile_stride=16, head_stride=64, block_stride=128)
+    wide = cache(
+        "bfloat16", cell_bytes=16, tile_stride=16, head_stride=64, block_stride=128
+    )
     found = fields(FLOAT8, wide)
     assert {"layers.0/kv.format", "layers.0/kv.cell_bytes"} <= set(found)
 

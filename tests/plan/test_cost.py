@@ -22,7 +22,10 @@ def test_runs_from_the_knee_on_are_never_staged() -> None:
 
 def test_short_runs_are_staged_where_the_producers_are_longer() -> None:
     choice = choose(SIMPLE, 8000, 80, [ReadOption(8000, 8)])
-    assert (choice.option, choice.reason) == (0, "runs of 100 B, but of 1000 B on the producer")
+    assert (choice.option, choice.reason) == (
+        0,
+        "runs of 100 B, but of 1000 B on the producer",
+    )
 
 
 def test_short_runs_that_are_as_short_on_the_producer_are_read_in_place() -> None:
@@ -70,7 +73,8 @@ def test_the_choice_is_never_slower_than_any_other_way(
     direct = seconds(costs, num_bytes, descriptors)
     place = 2 * num_bytes / (costs.relayout_gb_s * 1e9)
     staged = [
-        seconds(costs, option.read_bytes, option.descriptors) + place for option in read_options
+        seconds(costs, option.read_bytes, option.descriptors) + place
+        for option in read_options
     ]
     if choice.option is not None:
         assert num_bytes / descriptors < costs.direct_min_bytes

@@ -27,16 +27,21 @@ FAR = 1 << 40
 
 
 def route_of(
-    *pairs: tuple[PagedTensor, PagedTensor], policies: tuple[str, ...] = ("full", "full")
+    *pairs: tuple[PagedTensor, PagedTensor],
+    policies: tuple[str, ...] = ("full", "full"),
 ) -> Route:
     """The only route of a consumer with the tensors on the left and a producer with those on the right."""
     groups = tuple(CacheGroup(policy=policy, block_tokens=5040) for policy in policies)
-    sides = [engine(*(pair[side] for pair in pairs), groups=groups) for side in range(2)]
+    sides = [
+        engine(*(pair[side] for pair in pairs), groups=groups) for side in range(2)
+    ]
     (route,) = plan_transfer(sides[0], 0, sides[1]).routes
     return route
 
 
-def table_of(route: Route, local_device: int = 0, remote_device: int = 0) -> DescriptorTable:
+def table_of(
+    route: Route, local_device: int = 0, remote_device: int = 0
+) -> DescriptorTable:
     """All of a route as one table."""
     table = route_table(route, local_device, remote_device)
     assert table is not None
@@ -52,11 +57,15 @@ def units_of(pairs: list[tuple[int, int, int, int]]) -> UnitPairs:
 def expand(rows: np.ndarray) -> list[tuple[int, int]]:
     """`(address, length)` of every descriptor, in NIXL's order: row by row, `count` of each, `stride` apart."""
     return [
-        (a + step * stride, n) for a, n, _, stride, count in rows.tolist() for step in range(count)
+        (a + step * stride, n)
+        for a, n, _, stride, count in rows.tolist()
+        for step in range(count)
     ]
 
 
-def bytes_moved(table: DescriptorTable, wanted: DescriptorPairs) -> Iterator[tuple[int, int]]:
+def bytes_moved(
+    table: DescriptorTable, wanted: DescriptorPairs
+) -> Iterator[tuple[int, int]]:
     """`(local address, remote address)` of every byte that a read of these pairs moves."""
     here, there = expand(table.local_rows), expand(table.remote_rows)
     for left, right in zip(wanted.local.tolist(), wanted.remote.tolist(), strict=True):
@@ -72,12 +81,21 @@ def wanted_bytes(route: Route, units: Mapping[TokenMap, UnitPairs]) -> dict[int,
         if item.tokens not in units:
             continue
         one = units[item.tokens]
-        columns = (one.local_block, one.local_position, one.remote_block, one.remote_position)
-        for here, at, there, source in zip(*(column.tolist() for column in columns), strict=True):
+        columns = (
+            one.local_block,
+            one.local_position,
+            one.remote_block,
+            one.remote_position,
+        )
+        for here, at, there, source in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
             to = unit_bytes(item.local, item.tokens, item.heads, here, at)
             found.update(
                 zip(
-                    to, unit_bytes(item.remote, item.tokens, item.heads, there, source), strict=True
+                    to,
+                    unit_bytes(item.remote, item.tokens, item.heads, there, source),
+                    strict=True,
                 )
             )
     return found
@@ -90,7 +108,8 @@ def routes(draw: st.DrawFn) -> Route:
     bases = [4096, FAR]
     policies = (draw(st.sampled_from(("full", "state"))), "full")
     shapes = [
-        [(draw(st.integers(1, 5)), draw(st.integers(1, 3))) for _ in range(2)] for _ in policies
+        [(draw(st.integers(1, 5)), draw(st.integers(1, 3))) for _ in range(2)]
+        for _ in policies
     ]
     unit = draw(st.integers(1, 2))
     for layer in range(draw(st.integers(1, 3))):
@@ -102,7 +121,9 @@ def routes(draw: st.DrawFn) -> Route:
             tokens = unit * multiple
             tiles = 1 if policies[group] == "state" else tokens
             held = Range(2 - draw(st.integers(0, 1)) * side, 2 + heads)
-            block, head, tile = draw(strides((blocks, len(held), tiles), cell, gaps=(0, 0, 3)))
+            block, head, tile = draw(
+                strides((blocks, len(held), tiles), cell, gaps=(0, 0, 3))
+            )
             one = tensor(
                 layer=f"layers.{layer}",
                 group=group,
@@ -126,16 +147,24 @@ def routes(draw: st.DrawFn) -> Route:
 def unit_pairs(draw: st.DrawFn, route: Route) -> dict[TokenMap, UnitPairs]:
     """For some of the token maps, units in any order; each local one at most once."""
     chosen = {}
-    maps = sorted({item.tokens for item in route.slices}, key=lambda tokens: tokens.group)
+    maps = sorted(
+        {item.tokens for item in route.slices}, key=lambda tokens: tokens.group
+    )
     for tokens in maps:
         if not draw(st.booleans()) and len(maps) > 1:
             continue
         spots = [
-            [(block, at) for block in range(side.blocks) for at in range(tokens.positions(side))]
+            [
+                (block, at)
+                for block in range(side.blocks)
+                for at in range(tokens.positions(side))
+            ]
             for side in (tokens.local, tokens.remote)
         ]
         here = draw(st.lists(st.sampled_from(spots[0]), unique=True, max_size=6))
-        chosen[tokens] = units_of([(*spot, *draw(st.sampled_from(spots[1]))) for spot in here])
+        chosen[tokens] = units_of(
+            [(*spot, *draw(st.sampled_from(spots[1]))) for spot in here]
+        )
     return chosen
 
 
@@ -148,7 +177,11 @@ def test_every_wanted_byte_is_read_once_from_its_place_and_nothing_else_is(
     table = table_of(route)
     pairs = descriptor_pairs(table, units)
     moved = list(bytes_moved(table, pairs))
-    assert not [address for address, times in Counter(to for to, _ in moved).items() if times > 1]
+    assert not [
+        address
+        for address, times in Counter(to for to, _ in moved).items()
+        if times > 1
+    ]
     assert dict(moved) == wanted_bytes(route, units)
     assert pairs.num_bytes == len(moved)
     assert {str(pairs.local.dtype), str(pairs.remote.dtype)} == {"int32"}
@@ -173,12 +206,18 @@ def test_within_a_run_the_remote_indices_ascend_so_that_nixl_can_merge(
 
 
 def test_rows_are_address_length_device_stride_and_count_of_each_run() -> None:
-    local, remote = tensor(blocks=8), tensor(base=FAR, blocks=3, block_stride=128, head_stride=40)
+    local, remote = (
+        tensor(blocks=8),
+        tensor(base=FAR, blocks=3, block_stride=128, head_stride=40),
+    )
     table = table_of(route_of((local, remote)), local_device=2, remote_device=5)
     assert table.local_rows.tolist() == [[4096, 32, 2, 32, 16]], (
         "two heads of a dense block at one distance"
     )
-    assert table.remote_rows.tolist() == [[FAR, 32, 5, 128, 3], [FAR + 40, 32, 5, 128, 3]]
+    assert table.remote_rows.tolist() == [
+        [FAR, 32, 5, 128, 3],
+        [FAR + 40, 32, 5, 128, 3],
+    ]
     assert table.local_rows.dtype == np.int64
     (index,) = table.indices
     assert (index.local_starts.tolist(), index.local_step) == ([[0], [1]], 2)
@@ -206,7 +245,9 @@ def descriptor(rows: np.ndarray, index: int) -> tuple[int, int]:
     raise IndexError
 
 
-def moved_by(table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]) -> dict[int, int]:
+def moved_by(
+    table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]
+) -> dict[int, int]:
     """Local address → remote address of every byte that a few units need, by a table of any size."""
     moved: dict[int, int] = {}
     check_table(table)

@@ -37,7 +37,9 @@ def moved(
             for index, tensor in enumerate(worker.tensors)
         )
         workers.append(msgspec.structs.replace(worker, tensors=tensors))
-    return msgspec.structs.replace(engine, workers=tuple(workers), engine_id="moved", boot="1" * 32)
+    return msgspec.structs.replace(
+        engine, workers=tuple(workers), engine_id="moved", boot="1" * 32
+    )
 
 
 @settings(deadline=None, max_examples=80)
@@ -52,7 +54,9 @@ def test_the_kept_plan_of_a_producer_that_lies_elsewhere_is_what_the_planner_wou
 ) -> None:
     costs = Costs(staged_run_bytes=longest)
     consumer, producer = case.consumer.description, case.producer.description
-    other = moved(producer, [max(distance, -_lowest(producer)) for distance in by], only_last)
+    other = moved(
+        producer, [max(distance, -_lowest(producer)) for distance in by], only_last
+    )
     for worker in range(len(consumer.workers)):
         cache = PlanCache(consumer, worker, costs)
         try:
@@ -68,7 +72,10 @@ def test_the_kept_plan_of_a_producer_that_lies_elsewhere_is_what_the_planner_wou
 
 
 def _lowest(engine: EngineDescription) -> int:
-    return min((tensor.base for worker in engine.workers for tensor in worker.tensors), default=0)
+    return min(
+        (tensor.base for worker in engine.workers for tensor in worker.tensors),
+        default=0,
+    )
 
 
 @pytest.fixture

@@ -35,14 +35,20 @@ def test_token_maps_of_a_group_are_one_value() -> None:
 
 def short_runs() -> tuple[PagedTensor, PagedTensor]:
     """One head of 64 B a token among eight there, tokens outermost; runs of 64 B here, of 8 KiB there."""
-    usual = {"block_tokens": 16, "heads": Range(0, 8), "cell_bytes": 64, "block_stride": 8192}
+    usual = {
+        "block_tokens": 16,
+        "heads": Range(0, 8),
+        "cell_bytes": 64,
+        "block_stride": 8192,
+    }
     return tensor(**usual, head_stride=1024, tile_stride=64), tensor(
         **usual, head_stride=64, tile_stride=512
     )
 
 
 @pytest.mark.parametrize(
-    "costs", [Costs(staged_run_bytes=0), Costs(direct_min_bytes=64), Costs(relayout_gb_s=1e-3)]
+    "costs",
+    [Costs(staged_run_bytes=0), Costs(direct_min_bytes=64), Costs(relayout_gb_s=1e-3)],
 )
 def test_the_choice_between_direct_and_staged_is_the_costs_alone(costs: Costs) -> None:
     here, there = short_runs()
@@ -84,7 +90,12 @@ LINES: dict[str, tuple[EngineDescription, EngineDescription, int, Costs, str]] =
         "1 descriptors a unit",
     ),
     "hybrid": (
-        *(sharded("D", layers=1, model="hybrid"), sharded(layers=1, model="hybrid"), 0, NO_POOL),
+        *(
+            sharded("D", layers=1, model="hybrid"),
+            sharded(layers=1, model="hybrid"),
+            0,
+            NO_POOL,
+        ),
         "tp0 of [TP 1 · 2 layers · 4 heads · bfloat16/float32 · full, blocks of 4 tokens; state] "
         "from [TP 1 · 2 layers · 4 heads · bfloat16/float32 · full, blocks of 4 tokens; state]: "
         "reads tp0: 6 tensors, heads 0…3, 64 B/token, 320 B/request, direct, runs of 256…320 B, "
@@ -112,14 +123,18 @@ LINES: dict[str, tuple[EngineDescription, EngineDescription, int, Costs, str]] =
 def test_a_plan_is_described_in_one_line(kind: str) -> None:
     consumer, producer, worker, costs, expected = LINES[kind]
     assert (
-        plan_engine(consumer, producer, costs)[worker].describe() == f"plan producer=P {expected}"
+        plan_engine(consumer, producer, costs)[worker].describe()
+        == f"plan producer=P {expected}"
     )
 
 
 def test_a_worker_that_needs_nothing_says_so() -> None:
     shape = EngineShape.from_engine(sharded(tp=2))
     plan = TransferPlan("P", Place(tp=1), 1, (), (shape, shape))
-    assert plan.describe() == f"plan producer=P tp1 of [{shape}] from [{shape}]: needs nothing"
+    assert (
+        plan.describe()
+        == f"plan producer=P tp1 of [{shape}] from [{shape}]: needs nothing"
+    )
 
 
 def test_a_read_of_states_alone_has_no_bytes_per_token() -> None:
@@ -140,7 +155,12 @@ SHUFFLED = (2, 0, 5, 1, 4, 3)
             "reads tp0, tp2: each 4 tensors, heads 0…7 (4 of each rank, in order)",
             [],
         ),
-        ((1, 3), (4, 0), "reads tp1, tp3: each 4 tensors, heads 4…7 of tp1, heads 0…3 of tp3", []),
+        (
+            (1, 3),
+            (4, 0),
+            "reads tp1, tp3: each 4 tensors, heads 4…7 of tp1, heads 0…3 of tp3",
+            [],
+        ),
         ((0, 1), (0, 0), "reads tp0…1: each 4 tensors, heads 0…3 of each", []),
         (
             range(6),
@@ -160,7 +180,9 @@ def test_workers_that_are_read_alike_are_told_with_which_heads_come_from_which(
     (route,) = plan.routes
     routes = []
     for rank, start in zip(ranks, starts, strict=True):
-        slices = tuple(replace(item, heads=Range(start, start + 4)) for item in route.slices)
+        slices = tuple(
+            replace(item, heads=Range(start, start + 4)) for item in route.slices
+        )
         routes.append(replace(route, place=Place(tp=rank), slices=slices))
     first, *more = replace(plan, routes=tuple(routes)).describe_all()
     assert f"]: {line}, 128 B/token, direct," in first
@@ -174,7 +196,9 @@ def test_a_routes_bundles_are_placed_as_their_slices_are() -> None:
     for route in plan.routes:
         for bundle in route.bundles:
             placings = {
-                route.slices[member].placing for place in bundle.members for member in place
+                route.slices[member].placing
+                for place in bundle.members
+                for member in place
             }
             assert placings == {route.placing_of(bundle)}
             assert bundle.run_bytes < 65 or placings == {Placing.DIRECT}

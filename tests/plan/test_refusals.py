@@ -52,9 +52,15 @@ def reasons(
         ("speculative", "give both engines the same --speculative-config"),
     ],
 )
-def test_another_model_is_refused_by_the_fact_that_differs(field: str, change: str) -> None:
+def test_another_model_is_refused_by_the_fact_that_differs(
+    field: str, change: str
+) -> None:
     (reason,) = reasons(engine(facts=other(FACTS, **{field: "else"})))
-    assert (reason.field, reason.producer, reason.change) == (f"model.{field}", "'else'", change)
+    assert (reason.field, reason.producer, reason.change) == (
+        f"model.{field}",
+        "'else'",
+        change,
+    )
     assert reason.consumer == repr(getattr(FACTS, field))
 
 
@@ -81,7 +87,12 @@ def test_another_model_is_refused_by_the_fact_that_differs(field: str, change: s
             "layers.0/kv.group",
             ("1", "0"),
         ),
-        (OURS, SCALED, "tensor layers.0/scales", ("no worker holds heads 0…1", "needs them")),
+        (
+            OURS,
+            SCALED,
+            "tensor layers.0/scales",
+            ("no worker holds heads 0…1", "needs them"),
+        ),
         (
             DRAFTING,
             OURS,
@@ -100,7 +111,10 @@ def test_another_model_is_refused_by_the_fact_that_differs(field: str, change: s
     ],
 )
 def test_a_single_difference_is_named_with_both_values(
-    theirs: EngineDescription, ours: EngineDescription, field: str, values: tuple[str, str]
+    theirs: EngineDescription,
+    ours: EngineDescription,
+    field: str,
+    values: tuple[str, str],
 ) -> None:
     (reason,) = reasons(theirs, ours)
     assert (reason.field, reason.producer, reason.consumer) == (field, *values)
@@ -108,7 +122,8 @@ def test_a_single_difference_is_named_with_both_values(
 
 def with_settings(**values: str) -> EngineDescription:
     settings = tuple(
-        Setting(name=name.replace("__", "."), value=value) for name, value in values.items()
+        Setting(name=name.replace("__", "."), value=value)
+        for name, value in values.items()
     )
     return engine(facts=other(FACTS, settings=settings))
 
@@ -124,7 +139,13 @@ def with_settings(**values: str) -> EngineDescription:
             ("1", "2"),
             "--hf-overrides",
         ),
-        ({"config__eps": "1"}, {}, "model.config.eps", ("1", "not set"), "--hf-config-path"),
+        (
+            {"config__eps": "1"},
+            {},
+            "model.config.eps",
+            ("1", "not set"),
+            "--hf-config-path",
+        ),
         (
             {},
             {"draft__weights": "2"},
@@ -149,7 +170,11 @@ def with_settings(**values: str) -> EngineDescription:
     ],
 )
 def test_a_setting_that_differs_is_named_with_both_values_and_the_option_that_changes_it(
-    theirs: dict[str, str], ours: dict[str, str], field: str, values: tuple[str, str], change: str
+    theirs: dict[str, str],
+    ours: dict[str, str],
+    field: str,
+    values: tuple[str, str],
+    change: str,
 ) -> None:
     (reason,) = reasons(with_settings(**theirs), with_settings(**ours))
     assert (reason.field, reason.producer, reason.consumer) == (field, *values)
@@ -170,7 +195,9 @@ def test_of_many_settings_eight_are_named_and_the_others_counted() -> None:
 def test_a_producer_with_more_heads_serves_another_model(layers: int) -> None:
     """Every head that is wanted is there, but it is not the same head."""
     few, many = (
-        engine(*(tensor(layer=f"layers.{n}", heads=Range(0, heads)) for n in range(layers)))
+        engine(
+            *(tensor(layer=f"layers.{n}", heads=Range(0, heads)) for n in range(layers))
+        )
         for heads in (2, 4)
     )
     (reason,) = reasons(many, few)
@@ -186,12 +213,18 @@ def test_a_producer_with_more_heads_serves_another_model(layers: int) -> None:
 def test_cells_of_several_tokens_must_divide_the_unit() -> None:
     """Cells of 4 tokens in blocks of 12 and 8: equal cells, and units of 4."""
     groups = (CacheGroup(policy="full", block_tokens=24),)
-    fours = [engine(tensor(block_tokens=size, tile_tokens=4), groups=groups) for size in (12, 8)]
+    fours = [
+        engine(tensor(block_tokens=size, tile_tokens=4), groups=groups)
+        for size in (12, 8)
+    ]
     assert plan_transfer(fours[0], 0, fours[1]).routes
     third = Interleave(ranks=2, rank=0, run_tokens=2)
     other_half = Interleave(ranks=2, rank=1, run_tokens=2)
     halves = [
-        worker([tensor(block_tokens=8, tile_tokens=4, interleave=share)], Place(tp=rank, dcp=rank))
+        worker(
+            [tensor(block_tokens=8, tile_tokens=4, interleave=share)],
+            Place(tp=rank, dcp=rank),
+        )
         for rank, share in enumerate((third, other_half))
     ]
     (reason,) = reasons(engine(workers=halves, groups=groups), fours[0])
@@ -222,7 +255,10 @@ def test_tokens_that_no_producer_worker_holds_are_refused_by_their_rank() -> Non
     (reason,) = reasons(
         other(whole, workers=whole.workers[:1]), sharded("D", model="mla", layers=1)
     )
-    assert reason.producer == "no worker holds head 0 of the tokens of context-parallel rank 1"
+    assert (
+        reason.producer
+        == "no worker holds head 0 of the tokens of context-parallel rank 1"
+    )
 
 
 @promise(7)
@@ -233,7 +269,9 @@ def test_all_reasons_come_at_once() -> None:
         groups=(CacheGroup(policy="window", block_tokens=4, window_tokens=8),),
     )
     found = reasons(wrong, engine(tensor(), tensor(layer="layers.1")))
-    assert "(1) model.dtype: producer 'float16', consumer 'bfloat16'; " in str(PlanRefused(found))
+    assert "(1) model.dtype: producer 'float16', consumer 'bfloat16'; " in str(
+        PlanRefused(found)
+    )
     assert [reason.field for reason in found] == [
         "model.dtype",
         "model.quantization",
@@ -248,7 +286,9 @@ def test_all_reasons_come_at_once() -> None:
 
 def test_every_worker_of_the_consumer_hears_the_reasons_of_all() -> None:
     """A reason against one worker's part is a reason against the pair: none of the workers starts."""
-    consumer = engine(workers=[worker(), worker([tensor(layer="layers.9")], Place(pp=1))])
+    consumer = engine(
+        workers=[worker(), worker([tensor(layer="layers.9")], Place(pp=1))]
+    )
     for index in range(2):
         (reason,) = reasons(OURS, consumer, index)
         assert reason.field == "tensor layers.9/kv"
@@ -261,11 +301,16 @@ def test_the_same_difference_on_every_rank_is_reported_once() -> None:
         for of in consumer.workers
     ]
     found = reasons(other(consumer, engine_id="P", workers=tuple(sizes)), consumer)
-    assert [reason.field for reason in found] == ["layers.0/k.cell_bytes", "layers.0/v.cell_bytes"]
+    assert [reason.field for reason in found] == [
+        "layers.0/k.cell_bytes",
+        "layers.0/v.cell_bytes",
+    ]
 
 
 def test_a_hundred_different_layers_do_not_flood_the_log() -> None:
-    ours, theirs = ([tensor(layer=f"{n}", cell_bytes=size) for n in range(100)] for size in (8, 4))
+    ours, theirs = (
+        [tensor(layer=f"{n}", cell_bytes=size) for n in range(100)] for size in (8, 4)
+    )
     with pytest.raises(PlanRefused) as refused:
         plan_transfer(engine(*ours), 0, engine(*theirs))
     found = refused.value.reasons

@@ -28,23 +28,33 @@ from tests.plan.samples import tensor, tokens_of
 def shares(draw: st.DrawFn) -> Interleave:
     ranks = draw(st.integers(1, 6))
     return Interleave(
-        ranks=ranks, rank=draw(st.integers(0, ranks - 1)), run_tokens=draw(st.integers(1, 6))
+        ranks=ranks,
+        rank=draw(st.integers(0, ranks - 1)),
+        run_tokens=draw(st.integers(1, 6)),
     )
 
 
 @given(shares(), st.integers(0, 120))
 def test_slots_and_tokens_are_those_of_counting(share: Interleave, count: int) -> None:
     tokens = tokens_of(share, count)
-    assert slot_of(share, np.array(tokens, dtype=np.int64)).tolist() == list(range(len(tokens)))
+    assert slot_of(share, np.array(tokens, dtype=np.int64)).tolist() == list(
+        range(len(tokens))
+    )
     assert token_of(share, np.arange(len(tokens))).tolist() == tokens
     assert np.flatnonzero(in_share(share, np.arange(count))).tolist() == tokens
     assert slots_before(share, count) == len(tokens)
 
 
 @given(shares(), shares())
-@example(Interleave(ranks=2, rank=0, run_tokens=2), Interleave(ranks=2, rank=1, run_tokens=2))
-@example(Interleave(ranks=4, rank=3, run_tokens=1), Interleave(ranks=2, rank=1, run_tokens=2))
-def test_two_shares_meet_when_a_token_is_in_both(one: Interleave, other: Interleave) -> None:
+@example(
+    Interleave(ranks=2, rank=0, run_tokens=2), Interleave(ranks=2, rank=1, run_tokens=2)
+)
+@example(
+    Interleave(ranks=4, rank=3, run_tokens=1), Interleave(ranks=2, rank=1, run_tokens=2)
+)
+def test_two_shares_meet_when_a_token_is_in_both(
+    one: Interleave, other: Interleave
+) -> None:
     period = math.lcm(one.ranks * one.run_tokens, other.ranks * other.run_tokens)
     both = set(tokens_of(one, period)) & set(tokens_of(other, period))
     assert shares_meet(one, other) == bool(both)
@@ -59,17 +69,23 @@ def test_the_worked_example_of_a_unit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("here", "there", "unit"), [(16, 16, 16), (32, 16, 16), (16, 64, 16), (5, 7, 1), (1, 128, 1)]
+    ("here", "there", "unit"),
+    [(16, 16, 16), (32, 16, 16), (16, 64, 16), (5, 7, 1), (1, 128, 1)],
 )
 def test_between_equal_shares_the_unit_is_the_largest_that_divides_both_blocks(
     here: int, there: int, unit: int
 ) -> None:
     assert (
-        map_tokens(0, "full", tensor(block_tokens=here), tensor(block_tokens=there)).unit_tokens
+        map_tokens(
+            0, "full", tensor(block_tokens=here), tensor(block_tokens=there)
+        ).unit_tokens
         == unit
     )
     half = Interleave(ranks=2, rank=1, run_tokens=3)
-    both = tensor(block_tokens=here, interleave=half), tensor(block_tokens=there, interleave=half)
+    both = (
+        tensor(block_tokens=here, interleave=half),
+        tensor(block_tokens=there, interleave=half),
+    )
     assert map_tokens(0, "full", *both).unit_tokens == unit, (
         "an interleave that both have does not matter"
     )
@@ -93,7 +109,8 @@ def test_a_unit_lies_in_one_block_and_one_run_on_both_sides(
     whole = slots[0] == slots[1]
     for token in common:
         first = min(
-            (t for t in common if slots[0][t] // unit == slots[0][token] // unit), default=token
+            (t for t in common if slots[0][t] // unit == slots[0][token] // unit),
+            default=token,
         )  # the unit's first token, by the local slot
         for (side, _), slot in zip(sides, slots, strict=True):
             assert slot[token] // side.block_tokens == slot[first] // side.block_tokens
@@ -103,7 +120,9 @@ def test_a_unit_lies_in_one_block_and_one_run_on_both_sides(
 
 
 def test_a_state_is_one_unit_whatever_its_blocks_are() -> None:
-    found = map_tokens(1, "state", tensor(block_tokens=7), tensor(block_tokens=3, blocks=5))
+    found = map_tokens(
+        1, "state", tensor(block_tokens=7), tensor(block_tokens=3, blocks=5)
+    )
     assert found.is_state
     assert (found.positions(found.local), found.positions(found.remote)) == (1, 1)
     assert found.remote == TokenSide(block_tokens=3, blocks=5, share=EVERYTHING)

@@ -14,14 +14,21 @@ from kvferry.plan.planner import plan_transfer
 from kvferry.plan.refusals import PlanRefused, check_description
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import Interleave, Place, Range
-from kvferry.protocol.handshake import CacheGroup, EngineDescription, decode_reply, encode
+from kvferry.protocol.handshake import (
+    CacheGroup,
+    EngineDescription,
+    decode_reply,
+    encode,
+)
 from tests.plan.samples import engine, tensor, worker
 
 LAYER = "workers[0].layers.0/kv"
 HALF = Interleave(ranks=2, rank=1, run_tokens=2)
 
 
-STATE, LONG_STATE = (CacheGroup(policy="state", block_tokens=tokens) for tokens in (4, 1 << 20))
+STATE, LONG_STATE = (
+    CacheGroup(policy="state", block_tokens=tokens) for tokens in (4, 1 << 20)
+)
 HONEST = {
     "two ranks": engine(workers=[worker(place=Place(tp=0)), worker(place=Place(tp=1))]),
     "ends at the last address": engine(tensor(base=2**63 - 8 * 64)),
@@ -35,10 +42,12 @@ HONEST = {
         tensor(), tensor(layer="layers.1", interleave=Interleave(run_tokens=7))
     ),
     "a state's block has no tokens": engine(
-        tensor(block_tokens=7, tile_tokens=7), groups=(CacheGroup(policy="state", block_tokens=4),)
+        tensor(block_tokens=7, tile_tokens=7),
+        groups=(CacheGroup(policy="state", block_tokens=4),),
     ),
     "a state's table has one block for the longest sequence": engine(
-        tensor(block_tokens=1), groups=(CacheGroup(policy="state", block_tokens=1 << 20),)
+        tensor(block_tokens=1),
+        groups=(CacheGroup(policy="state", block_tokens=1 << 20),),
     ),
 }
 
@@ -57,7 +66,10 @@ def test_an_honest_description_passes(honest: EngineDescription) -> None:
         (engine(tensor(heads=Range(5, 2))), f"{LAYER}.heads"),
         (engine(tensor(tile_tokens=3)), f"{LAYER}.tile_tokens"),
         (engine(tensor(tile_tokens=8)), f"{LAYER}.tile_tokens"),
-        (engine(tensor(interleave=Interleave(ranks=2, rank=2))), f"{LAYER}.interleave.rank"),
+        (
+            engine(tensor(interleave=Interleave(ranks=2, rank=2))),
+            f"{LAYER}.interleave.rank",
+        ),
         (
             engine(tensor(interleave=Interleave(ranks=2, run_tokens=3))),
             f"{LAYER}.interleave.run_tokens",
@@ -70,7 +82,10 @@ def test_an_honest_description_passes(honest: EngineDescription) -> None:
         (engine(tensor(element_bytes=3)), f"{LAYER}.element_bytes"),
         (engine(tensor(element_bytes=16)), f"{LAYER}.element_bytes"),
         (engine(tensor(heads=Range(0, 1 << 23))), f"{LAYER}.heads"),
-        (engine(tensor(cell_bytes=1 << 24, element_bytes=1, element_stride=1)), f"{LAYER}.heads"),
+        (
+            engine(tensor(cell_bytes=1 << 24, element_bytes=1, element_stride=1)),
+            f"{LAYER}.heads",
+        ),
         (engine(tensor(block_tokens=3)), f"{LAYER}.block_tokens"),
         (
             engine(tensor(), groups=(CacheGroup(policy="full", block_tokens=65540),)),
@@ -80,7 +95,10 @@ def test_an_honest_description_passes(honest: EngineDescription) -> None:
         (engine(tensor(blocks=1 << 29)), f"{LAYER}.blocks"),
         (engine(tensor(base=2**63 - 64)), f"{LAYER}.base"),
         (engine(tensor(blocks=1 << 28, block_stride=(1 << 48) - 1)), f"{LAYER}.base"),
-        (engine(tensor(heads=Range(0, 1 << 17), head_stride=(1 << 48) - 1)), f"{LAYER}.base"),
+        (
+            engine(tensor(heads=Range(0, 1 << 17), head_stride=(1 << 48) - 1)),
+            f"{LAYER}.base",
+        ),
         (
             engine(
                 tensor(
@@ -94,10 +112,18 @@ def test_an_honest_description_passes(honest: EngineDescription) -> None:
             f"{LAYER}.base",
         ),
         (
-            engine(workers=[worker(place=Place(tp=0)), worker([tensor(group=7)], Place(tp=1))]),
+            engine(
+                workers=[
+                    worker(place=Place(tp=0)),
+                    worker([tensor(group=7)], Place(tp=1)),
+                ]
+            ),
             "workers[1]",
         ),
-        (engine(tensor(), tensor(layer="layers.1", blocks=7)), "workers[0].layers.1/kv.blocks"),
+        (
+            engine(tensor(), tensor(layer="layers.1", blocks=7)),
+            "workers[0].layers.1/kv.blocks",
+        ),
         (
             engine(tensor(), tensor(layer="layers.1", block_tokens=2)),
             "workers[0].layers.1/kv.blocks",
@@ -117,7 +143,9 @@ def test_a_contradiction_is_refused_by_the_name_of_its_field(
 
 
 _INTEGERS = st.one_of(
-    st.integers(0, 9), st.integers(0, 2**63), st.sampled_from([2**n for n in (16, 20, 31, 40, 48)])
+    st.integers(0, 9),
+    st.integers(0, 2**63),
+    st.sampled_from([2**n for n in (16, 20, 31, 40, 48)]),
 )
 _PLACES = {
     "base": 2**63 - 1,
@@ -131,7 +159,8 @@ _SIZES = ("group", "block_tokens", "tile_tokens", "cell_bytes", "element_bytes")
 _ELSEWHERE = st.fixed_dictionaries(
     {},
     optional={
-        name: st.one_of(st.just(most), st.integers(0, most)) for name, most in _PLACES.items()
+        name: st.one_of(st.just(most), st.integers(0, most))
+        for name, most in _PLACES.items()
     },
 )
 _ANYTHING = st.dictionaries(st.sampled_from((*_PLACES, *_SIZES)), _INTEGERS, max_size=4)
@@ -152,7 +181,9 @@ def test_any_numbers_are_planned_or_refused_and_nothing_else_happens(
         if share is None
         else Interleave(ranks=share[0], rank=share[1], run_tokens=share[2])
     )
-    frame = encode(engine(tensor(heads=Range(*heads), interleave=interleave, **numbers)))
+    frame = encode(
+        engine(tensor(heads=Range(*heads), interleave=interleave, **numbers))
+    )
     try:
         theirs = decode_reply(frame)
         assert isinstance(theirs, EngineDescription)

@@ -26,23 +26,57 @@ def in_blocks_of(wanted: set[int], block: int, num_tokens: int) -> set[int]:
     more=st.integers(0, 3),
     dropped=st.integers(0, 80),
 )
-@example(policy="window", window=32, block=16, own_block=16, num_tokens=47, more=0, dropped=1)
-@example(policy="window", window=32, block=16, own_block=16, num_tokens=47, more=1, dropped=1)
-@example(policy="window", window=48, block=16, own_block=32, num_tokens=70, more=0, dropped=1)
-@example(policy="window", window=48, block=32, own_block=16, num_tokens=63, more=0, dropped=0)
-@example(policy="window", window=1, block=16, own_block=16, num_tokens=48, more=0, dropped=3)
-@example(policy="window", window=1, block=16, own_block=16, num_tokens=47, more=0, dropped=2)
-@example(policy="window", window=1, block=16, own_block=16, num_tokens=47, more=0, dropped=3)
-@example(policy="window", window=1, block=7, own_block=16, num_tokens=48, more=1, dropped=7)
-@example(policy="chunk", window=16, block=16, own_block=16, num_tokens=48, more=0, dropped=3)
-@example(policy="chunk", window=16, block=16, own_block=16, num_tokens=48, more=1, dropped=3)
-@example(policy="chunk", window=20, block=16, own_block=16, num_tokens=47, more=1, dropped=2)
-@example(policy="chunk", window=1, block=16, own_block=16, num_tokens=48, more=0, dropped=3)
+@example(
+    policy="window", window=32, block=16, own_block=16, num_tokens=47, more=0, dropped=1
+)
+@example(
+    policy="window", window=32, block=16, own_block=16, num_tokens=47, more=1, dropped=1
+)
+@example(
+    policy="window", window=48, block=16, own_block=32, num_tokens=70, more=0, dropped=1
+)
+@example(
+    policy="window", window=48, block=32, own_block=16, num_tokens=63, more=0, dropped=0
+)
+@example(
+    policy="window", window=1, block=16, own_block=16, num_tokens=48, more=0, dropped=3
+)
+@example(
+    policy="window", window=1, block=16, own_block=16, num_tokens=47, more=0, dropped=2
+)
+@example(
+    policy="window", window=1, block=16, own_block=16, num_tokens=47, more=0, dropped=3
+)
+@example(
+    policy="window", window=1, block=7, own_block=16, num_tokens=48, more=1, dropped=7
+)
+@example(
+    policy="chunk", window=16, block=16, own_block=16, num_tokens=48, more=0, dropped=3
+)
+@example(
+    policy="chunk", window=16, block=16, own_block=16, num_tokens=48, more=1, dropped=3
+)
+@example(
+    policy="chunk", window=20, block=16, own_block=16, num_tokens=47, more=1, dropped=2
+)
+@example(
+    policy="chunk", window=1, block=16, own_block=16, num_tokens=48, more=0, dropped=3
+)
 def test_a_window_suffices_when_all_that_is_attended_to_is_kept_and_all_that_is_kept_is_held(
-    policy: str, window: int, block: int, own_block: int, num_tokens: int, more: int, dropped: int
+    policy: str,
+    window: int,
+    block: int,
+    own_block: int,
+    num_tokens: int,
+    more: int,
+    dropped: int,
 ) -> None:
     def attends(token: int, to: int) -> bool:
-        return token - to < window if policy == "window" else token // window == to // window
+        return (
+            token - to < window
+            if policy == "window"
+            else token // window == to // window
+        )
 
     total = -(-num_tokens // block)
     dropped = min(dropped, total)
@@ -52,7 +86,9 @@ def test_a_window_suffices_when_all_that_is_attended_to_is_kept_and_all_that_is_
     in_window = {token for token in range(num_tokens) if attends(num_tokens, token)}
     kept = in_blocks_of(in_window | {num_tokens}, own_block, num_tokens)
     computed_next = num_tokens if more else num_tokens - 1
-    attended = {token for token in range(computed_next) if attends(computed_next, token)}
+    attended = {
+        token for token in range(computed_next) if attends(computed_next, token)
+    }
     group = CacheGroup(policy=policy, block_tokens=block, window_tokens=window)
     got = reaches_back(group, own_block, first_held, num_tokens, num_tokens + more)
     assert got == (attended <= kept <= held)

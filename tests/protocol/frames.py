@@ -83,7 +83,9 @@ def deep(levels: int = 100_000) -> list[Any]:
     return nested
 
 
-def wrong_values(valid: bytes, wrong: dict[str, list[object]]) -> Iterator[tuple[str, bytes]]:
+def wrong_values(
+    valid: bytes, wrong: dict[str, list[object]]
+) -> Iterator[tuple[str, bytes]]:
     """The valid message with one field changed at a time, by dotted path; `...` removes it."""
     for path, values in wrong.items():
         for value in values:

@@ -21,7 +21,14 @@ from kvferry.protocol.handshake import (
     WorkerDescription,
 )
 from kvferry.protocol.notifications import Done
-from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LoadOrder, Prewarm, StepOrders
+from kvferry.protocol.orders import (
+    LeaseEnd,
+    LeaseHold,
+    LeaseOpen,
+    LoadOrder,
+    Prewarm,
+    StepOrders,
+)
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.prompt_queries import (
     Answer,
@@ -73,7 +80,9 @@ def make_params(*, ticket: Ticket | None = None, **changes: Any) -> RemotePrefil
 def params_of_length(tokens: int, **changes: Any) -> RemotePrefill:
     """Params for any number of tokens, with as many digests as they need."""
     digests = tuple(f"{index:032x}" for index in range(-(-tokens // CHUNK_TOKENS)))
-    return make_params(ticket=make_ticket(digests=digests), remote_num_tokens=tokens, **changes)
+    return make_params(
+        ticket=make_ticket(digests=digests), remote_num_tokens=tokens, **changes
+    )
 
 
 def make_tensor(**changes: Any) -> PagedTensor:
@@ -111,7 +120,9 @@ def make_worker(**changes: Any) -> WorkerDescription:
             pid_namespace="pid:[4026531836]",
             pid=17,
             allocations=(
-                SharedAllocation(address=0x7FFF_0000_0000, num_bytes=8192, fd=9, name="5" * 32),
+                SharedAllocation(
+                    address=0x7FFF_0000_0000, num_bytes=8192, fd=9, name="5" * 32
+                ),
             ),
         ),
     )
@@ -147,7 +158,9 @@ def make_orders(request_id: str = "cmpl-1") -> StepOrders:
         boot=BOOT,
         ends=(LeaseEnd(request_id=request_id, slot=1, epoch=EPOCH),),
         opens=(LeaseOpen(slot=2, epoch=EPOCH),),
-        holds=(LeaseHold(request_id=request_id, slot=3, epoch=EPOCH, blocks=((1, 2), ())),),
+        holds=(
+            LeaseHold(request_id=request_id, slot=3, epoch=EPOCH, blocks=((1, 2), ())),
+        ),
         loads=(
             LoadOrder(
                 request_id=request_id,
@@ -170,7 +183,8 @@ REQUESTS: tuple[Hello | Renew | Release, ...] = (
     Release(boot=BOOT, leases=LEASES[:1]),
 )
 QUESTIONS = tuple(
-    PromptQuery(number=n, key=f"cmpl-{n}", num_tokens=300, digest="ab" * 16) for n in (5, 6)
+    PromptQuery(number=n, key=f"cmpl-{n}", num_tokens=300, digest="ab" * 16)
+    for n in (5, 6)
 )
 ASKS: tuple[Subscribe | Unsubscribe, ...] = (
     Subscribe(client_id="decode-3", queries=QUESTIONS),
@@ -181,7 +195,9 @@ ANSWERS = Answers(
         Answer(
             number=5,
             progress=PromptProgress.TICKET,
-            params=encode_params(make_params(ticket=make_ticket(opens_within_s=10.0)).to_json()),
+            params=encode_params(
+                make_params(ticket=make_ticket(opens_within_s=10.0)).to_json()
+            ),
             cached_tokens=256,
         ),
         Answer(number=6, progress=PromptProgress.OVER, reason="no_lease"),

@@ -12,7 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.protocol import digests
-from kvferry.protocol.digests import GrowingChain, Media, Prompt, digest_chain, shared_tokens
+from kvferry.protocol.digests import (
+    GrowingChain,
+    Media,
+    Prompt,
+    digest_chain,
+    shared_tokens,
+)
 
 GOLDEN: dict[str, tuple[Prompt, tuple[str, ...]]] = {
     "one token": (Prompt([0]), ("05e26e3217c991d575fa665cab550ebb",)),
@@ -21,12 +27,18 @@ GOLDEN: dict[str, tuple[Prompt, tuple[str, ...]]] = {
         Prompt(range(257)),
         ("73a1e7b23976225ab9921d8a34e0d7d8", "2292421c25a15da1b0ad3dc74ea882f6"),
     ),
-    "large ids": (Prompt([2**32 - 1, 0, 128000]), ("a99617f5fbaf748c7e66a8f2197fb322",)),
+    "large ids": (
+        Prompt([2**32 - 1, 0, 128000]),
+        ("a99617f5fbaf748c7e66a8f2197fb322",),
+    ),
     "adapter and salt": (
         Prompt(range(300), lora="sql-expert", salt="tenant-é"),
         ("762c09b9471bde72fc671bdcb427370f", "4966bdf3866b0e64139a2631d0d6e9f9"),
     ),
-    "updated weights": (Prompt(range(3), weights="step-7"), ("97640809885ab0b478bbfaef1ffe9a51",)),
+    "updated weights": (
+        Prompt(range(3), weights="step-7"),
+        ("97640809885ab0b478bbfaef1ffe9a51",),
+    ),
     "media across a border": (
         Prompt(range(600), media=(Media(250, 10, "cafe"), Media(500, 20, "f00d"))),
         (
@@ -50,7 +62,8 @@ def framed_hash(*parts: bytes) -> bytes:
 def slow_chain(prompt: Prompt) -> list[str]:
     """The definition in the module's docstring, read literally and token by token."""
     lora, salt = (
-        b"" if text is None else b"=" + text.encode() for text in (prompt.lora, prompt.salt)
+        b"" if text is None else b"=" + text.encode()
+        for text in (prompt.lora, prompt.salt)
     )
     weights = [b"=" + prompt.weights.encode()] if prompt.weights else []
     digest = framed_hash(b"identity", lora, salt, *weights)
@@ -59,21 +72,26 @@ def slow_chain(prompt: Prompt) -> list[str]:
         stop = min(start + 256, len(prompt.tokens))
         media = b""
         for item in prompt.media:
-            if set(range(start, stop)) & set(range(item.offset, item.offset + item.length)):
+            if set(range(start, stop)) & set(
+                range(item.offset, item.offset + item.length)
+            ):
                 content = item.content.encode()
-                media += le64(item.offset) + le64(item.length) + le64(len(content)) + content
+                media += (
+                    le64(item.offset) + le64(item.length) + le64(len(content)) + content
+                )
         tokens = b"".join(le64(token)[:4] for token in prompt.tokens[start:stop])
         digest = framed_hash(b"chunk", digest, media, tokens)
         chain.append(digest.hex())
     return chain
 
 
-TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda head: head * 20) | st.lists(
-    st.integers(0, 3), max_size=600
-)
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(
+    lambda head: head * 20
+) | st.lists(st.integers(0, 3), max_size=600)
 NAMES = st.none() | st.text(max_size=6)
 MEDIA = st.lists(
-    st.builds(Media, st.integers(0, 600), st.integers(1, 300), st.text(max_size=4)), max_size=3
+    st.builds(Media, st.integers(0, 600), st.integers(1, 300), st.text(max_size=4)),
+    max_size=3,
 ).map(tuple)
 PROMPTS = st.builds(Prompt, TOKENS, NAMES, NAMES, MEDIA, st.text(max_size=4))
 
@@ -87,9 +105,16 @@ def test_golden_vectors(name: str) -> None:
 
 @given(PROMPTS)
 @example(
-    Prompt(range(600), media=(Media(200, 56, "ends at a border"), Media(512, 3, "starts at one")))
+    Prompt(
+        range(600),
+        media=(Media(200, 56, "ends at a border"), Media(512, 3, "starts at one")),
+    )
 )
-@example(Prompt(range(600), media=(Media(0, 600, "covers all"), Media(600, 9, "after the end"))))
+@example(
+    Prompt(
+        range(600), media=(Media(0, 600, "covers all"), Media(600, 9, "after the end"))
+    )
+)
 def test_the_chain_is_what_its_docstring_says(prompt: Prompt) -> None:
     assert list(digest_chain(prompt)) == slow_chain(prompt)
 
@@ -184,14 +209,24 @@ def pairs(draw: st.DrawFn) -> tuple[Prompt, Prompt]:
     """A prompt, and one that often shares a prefix with it."""
     remote = draw(
         st.builds(
-            Prompt, st.lists(st.integers(0, 1), min_size=1, max_size=900), NAMES, NAMES, MEDIA
+            Prompt,
+            st.lists(st.integers(0, 1), min_size=1, max_size=900),
+            NAMES,
+            NAMES,
+            MEDIA,
         )
     )
     cut = draw(st.integers(0, len(remote.tokens)))
     tail = draw(st.lists(st.integers(0, 1), max_size=400))
-    tokens = [*remote.tokens[:cut], *tail] if draw(st.booleans()) else [*remote.tokens, *tail]
+    tokens = (
+        [*remote.tokens[:cut], *tail]
+        if draw(st.booleans())
+        else [*remote.tokens, *tail]
+    )
     identity = draw(
-        st.sampled_from([(remote.lora, remote.salt), (remote.lora, None), ("", remote.salt)])
+        st.sampled_from(
+            [(remote.lora, remote.salt), (remote.lora, None), ("", remote.salt)]
+        )
     )
     media = remote.media if draw(st.booleans()) else draw(MEDIA)
     return Prompt(tokens, *identity, media), remote
@@ -201,11 +236,13 @@ def pairs(draw: st.DrawFn) -> tuple[Prompt, Prompt]:
 @example((Prompt([1] * 300 + [2] * 400), Prompt([1] * 700)))
 @example((Prompt([1] * 255), Prompt([1] * 256)))
 @example((Prompt([1] * 257), Prompt([1] * 256)))
-def test_shared_tokens_agrees_with_a_comparison_value_by_value(pair: tuple[Prompt, Prompt]) -> None:
+def test_shared_tokens_agrees_with_a_comparison_value_by_value(
+    pair: tuple[Prompt, Prompt],
+) -> None:
     local, remote = pair
-    assert shared_tokens(local, digest_chain(remote), len(remote.tokens)) == model_of_shared_tokens(
-        local, remote
-    )
+    assert shared_tokens(
+        local, digest_chain(remote), len(remote.tokens)
+    ) == model_of_shared_tokens(local, remote)
 
 
 def different(prompts: Sequence[Prompt]) -> bool:

@@ -42,7 +42,9 @@ HUGE: dict[str, object] = {
     "text in a list": [LONG],
     "text as a key": {LONG: 1},
     "many lists of many": [[LONG] * 120] * 120,
-    "a dict in a list": [dict.fromkeys(str(key * 7919 % 1_000_003) for key in range(1_000_000))],
+    "a dict in a list": [
+        dict.fromkeys(str(key * 7919 % 1_000_003) for key in range(1_000_000))
+    ],
     "more digits than Python prints": 10**100_000,
     "many digits": [10**4000] * 120,
     "depth": deep(),
@@ -70,15 +72,21 @@ def test_a_huge_or_hostile_value_is_shown_short_and_soon(name: str) -> None:
         lambda inner: st.lists(inner) | st.tuples(inner),
     )
 )
-def test_any_value_is_shown_in_one_bounded_line_that_can_be_encoded(value: object) -> None:
+def test_any_value_is_shown_in_one_bounded_line_that_can_be_encoded(
+    value: object,
+) -> None:
     shown = shorten(value)
     assert len(shown) <= MAX_SHOWN
     assert shown.isprintable()
     shown.encode()
 
 
-@pytest.mark.parametrize("error", [InvalidParams, ForeignParams, InvalidMessage, InvalidConfig])
-def test_an_input_error_names_field_value_and_expectation(error: type[InputError]) -> None:
+@pytest.mark.parametrize(
+    "error", [InvalidParams, ForeignParams, InvalidMessage, InvalidConfig]
+)
+def test_an_input_error_names_field_value_and_expectation(
+    error: type[InputError],
+) -> None:
     refused = error("kvferry.lease_slot", -1, "a slot")
     assert (refused.field, refused.shown_value, refused.expected) == (
         "kvferry.lease_slot",

@@ -131,7 +131,10 @@ def test_requests_point_to_the_listener_and_its_answers_away_from_it() -> None:
                 if structs()[message.name].__struct_config__.tag is not None:
                     directions[message.is_answer].add(message.name)
     assert directions[False] == names_in(handshake.Request)
-    assert directions[True] == names_in(handshake.Reply) | {"DescriptionPart", "Answers"}
+    assert directions[True] == names_in(handshake.Reply) | {
+        "DescriptionPart",
+        "Answers",
+    }
 
 
 def names_in(union: Any) -> set[str]:
@@ -148,7 +151,9 @@ def test_the_drawn_answers_to_a_query_are_all_that_there_are() -> None:
 def test_each_exchange_is_drawn_once_and_is_on_one_page() -> None:
     titles = [exchange.title for module in MODULES for exchange in exchanges(module)]
     assert len(set(titles)) == len(titles) >= 10
-    on_pages = [name for page in DOCS.glob("*.md") for name in parts_of(page.name, "exchange")]
+    on_pages = [
+        name for page in DOCS.glob("*.md") for name in parts_of(page.name, "exchange")
+    ]
     assert sorted(on_pages) == sorted(drawings())
 
 
@@ -165,6 +170,8 @@ def test_each_exchange_is_drawn_once_and_is_on_one_page() -> None:
         ("Hello{at: -1, …}", "Hello.at: Expected `int | null`, got `str`"),
     ],
 )
-def test_a_drawing_that_does_not_fit_its_types_is_told_so(drawn: str, fault: str | None) -> None:
+def test_a_drawing_that_does_not_fit_its_types_is_told_so(
+    drawn: str, fault: str | None
+) -> None:
     found = [fault for message in drawn_messages(drawn) for fault in faults(message)]
     assert found == ([] if fault is None else [fault])

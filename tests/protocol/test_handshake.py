@@ -29,7 +29,13 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.prompt_queries import decode_answers
-from tests.protocol.frames import decode_plain, encode_plain, hostile_frames, refused, wrong_values
+from tests.protocol.frames import (
+    decode_plain,
+    encode_plain,
+    hostile_frames,
+    refused,
+    wrong_values,
+)
 from tests.protocol.samples import (
     ANSWERS,
     ASKS,
@@ -61,22 +67,32 @@ def test_the_bytes_of_a_hello_are_these() -> None:
     """Engines of two versions meet on these bytes; a change needs a new `CHANNEL_VERSION`."""
     fields = b"\xa4type\xa5hello\xa7version\x03\xa9engine_id\xa9prefill-0\xa9client_id\xa8decode-3"
     assert encode(HELLO) == b"\x86" + fields + b"\xafqueries_prompts\xc2\xa2at\xc0"
-    assert decode_request(b"\x85" + fields + b"\xafqueries_prompts\xc2") == HELLO, "without `at`"
-    assert decode_request(b"\x84" + fields) == HELLO, "that of an engine without queries"
+    assert decode_request(b"\x85" + fields + b"\xafqueries_prompts\xc2") == HELLO, (
+        "without `at`"
+    )
+    assert decode_request(b"\x84" + fields) == HELLO, (
+        "that of an engine without queries"
+    )
 
 
 def test_the_bytes_of_a_renewal_and_a_release_are_these() -> None:
     lease = b"\x82\xa4slot\x07\xa5epoch\xaf" + EPOCH.encode()
     body = b"\xa4boot\xd9\x20" + BOOT.encode() + b"\xa6leases\x91" + lease
-    assert encode(Renew(boot=BOOT, leases=LEASES[:1])) == b"\x83\xa4type\xa5renew" + body
-    assert encode(Release(boot=BOOT, leases=LEASES[:1])) == b"\x83\xa4type\xa7release" + body
+    assert (
+        encode(Renew(boot=BOOT, leases=LEASES[:1])) == b"\x83\xa4type\xa5renew" + body
+    )
+    assert (
+        encode(Release(boot=BOOT, leases=LEASES[:1]))
+        == b"\x83\xa4type\xa7release" + body
+    )
 
 
 def test_unknown_fields_are_ignored_at_every_level() -> None:
     def extended(value: Any) -> Any:
         if isinstance(value, dict):
             inner = {
-                key: extended(inner) if key != "params" else inner for key, inner in value.items()
+                key: extended(inner) if key != "params" else inner
+                for key, inner in value.items()
             }
             return {"before": [{}], **inner, "after": 2**63}
         if isinstance(value, list):
@@ -96,11 +112,17 @@ def test_missing_fields_with_defaults_are_filled() -> None:
     del engine["groups"][0]["window_tokens"], engine["workers"][0]["place"]["dcp"]
     read = decode_reply(encode_plain(engine))
     assert isinstance(read, EngineDescription)
-    assert (read.version, read.facts.speculative, read.topology.pcp) == (CHANNEL_VERSION, "none", 1)
+    assert (read.version, read.facts.speculative, read.topology.pcp) == (
+        CHANNEL_VERSION,
+        "none",
+        1,
+    )
     assert (read.groups[0].window_tokens, read.workers[0].place.dcp) == (0, 0)
 
 
-def test_a_hello_of_another_version_is_understood_so_that_it_can_be_refused_by_name() -> None:
+def test_a_hello_of_another_version_is_understood_so_that_it_can_be_refused_by_name() -> (
+    None
+):
     later = msgspec.structs.replace(HELLO, version=CHANNEL_VERSION + 1)
     assert decode_request(encode(later)) == later
     second = b"\x83\xa4type\xa5hello\xa7version\x02\xa9engine_id\xa9prefill-0"
@@ -114,7 +136,8 @@ def test_a_reply_of_another_version_is_refused_by_its_version(
     reply: EngineDescription | Refused,
 ) -> None:
     error = refused(
-        decode_reply, encode(msgspec.structs.replace(reply, version=CHANNEL_VERSION + 1))
+        decode_reply,
+        encode(msgspec.structs.replace(reply, version=CHANNEL_VERSION + 1)),
     )
     assert error.field == "version"
 
@@ -179,7 +202,16 @@ WRONG_ENGINE: dict[str, list[object]] = {
     "workers.0.tensors.0.base": [..., None, -1, 2**63],
     "workers.0.tensors.0.blocks": [..., *SIZES],
     "workers.0.tensors.0.block_stride": [..., None, -1, 2**48],
-    "workers.0.tensors.0.heads": [..., None, [], [1], {}, [-1, 2], ["0", 2], [0, 2**40 + 1]],
+    "workers.0.tensors.0.heads": [
+        ...,
+        None,
+        [],
+        [1],
+        {},
+        [-1, 2],
+        ["0", 2],
+        [0, 2**40 + 1],
+    ],
     "workers.0.tensors.0.cell_bytes": [..., *SIZES],
     "workers.0.tensors.0.format": [..., None, [], {}],
 }
@@ -203,7 +235,11 @@ WRONG_ENGINE: dict[str, list[object]] = {
         ),
         (decode_answers, encode(ANSWERS), WRONG_ANSWERS),
         (decode_reply, encode(make_description()), WRONG_ENGINE),
-        (decode_reply, encode(REPLIES[1]), {"field": TEXTS, "value": [..., None, 7, "x" * 513]}),
+        (
+            decode_reply,
+            encode(REPLIES[1]),
+            {"field": TEXTS, "value": [..., None, 7, "x" * 513]},
+        ),
     ],
 )
 def test_every_wrong_value_is_refused_by_the_name_of_its_field(
@@ -211,7 +247,10 @@ def test_every_wrong_value_is_refused_by_the_name_of_its_field(
 ) -> None:
     for path, frame in wrong_values(valid, wrong):
         error = refused(decode, frame)
-        assert re.sub(r"\[(\d+)\]", r".\1", error.field).startswith(path), (path, str(error))
+        assert re.sub(r"\[(\d+)\]", r".\1", error.field).startswith(path), (
+            path,
+            str(error),
+        )
 
 
 def test_the_largest_allowed_renewal_fits_into_a_request() -> None:
@@ -221,7 +260,8 @@ def test_the_largest_allowed_renewal_fits_into_a_request() -> None:
     assert decode_request(encode(renew)) == renew
     for kind in (Renew, Release):
         error = refused(
-            decode_request, encode(kind(boot=BOOT, leases=(lease,) * (MAX_RENEWALS + 1)))
+            decode_request,
+            encode(kind(boot=BOOT, leases=(lease,) * (MAX_RENEWALS + 1))),
         )
         assert error.field == "leases"
 
@@ -271,7 +311,10 @@ def test_a_description_that_comes_in_parts_is_the_whole_one(spare: int) -> None:
     sent, received = PartsSent(whole), PartsReceived()
     parts = [sent.answer(at) for at in range(0, len(whole), MAX_PART_BYTES)]
     assert all(len(part) <= MAX_PART_FRAME_BYTES for part in parts)
-    assert [received.take(part) for part in parts] == [*[None] * (len(parts) - 1), whole]
+    assert [received.take(part) for part in parts] == [
+        *[None] * (len(parts) - 1),
+        whole,
+    ]
     assert sent.answer(None) == whole, "who does not ask for parts gets all of it"
 
 
@@ -285,14 +328,18 @@ def test_a_short_description_is_one_answer() -> None:
 def test_a_part_that_is_not_the_next_one_of_the_same_description_is_refused() -> None:
     whole, other = (bytes([byte]) * (2 * MAX_PART_BYTES + 5) for byte in b"xy")
     sent = PartsSent(whole)
-    first, second, third = (sent.answer(at) for at in range(0, len(whole), MAX_PART_BYTES))
+    first, second, third = (
+        sent.answer(at) for at in range(0, len(whole), MAX_PART_BYTES)
+    )
     fields = msgspec.msgpack.decode(second)
     wrong = {
         "the first again": first,
         "a later one": third,
         "one of another description": PartsSent(other).answer(MAX_PART_BYTES),
         "a short one": msgspec.msgpack.encode(fields | {"data": b"x"}),
-        "one of another length": msgspec.msgpack.encode(fields | {"total_bytes": len(whole) + 1}),
+        "one of another length": msgspec.msgpack.encode(
+            fields | {"total_bytes": len(whole) + 1}
+        ),
         "a whole description": encode(make_description()),
         "a request": encode(HELLO),
     }

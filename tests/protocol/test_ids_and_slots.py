@@ -39,7 +39,9 @@ def test_two_slot_words_are_equal_only_for_the_same_lease_in_the_same_state(
     epoch: Epoch, other: Epoch, state: SlotState, other_state: SlotState
 ) -> None:
     word = slot_word(epoch, state)
-    assert (word == slot_word(other, other_state)) == ((epoch, state) == (other, other_state))
+    assert (word == slot_word(other, other_state)) == (
+        (epoch, state) == (other, other_state)
+    )
     assert word != EMPTY
     assert word < 2 ** (8 * SLOT_BYTES)
     assert (word >> 4, word & 0xF) == (epoch, state)

@@ -25,7 +25,9 @@ def test_orders_round_trip_also_through_pickle() -> None:
     assert decode_orders(pickle.loads(pickle.dumps(encode_orders(orders)))) == orders  # noqa: S301 - what vLLM does
 
 
-@pytest.mark.parametrize("request_id", ["", "x" * 100_000, "line\nbreak", "\x00", "日本"])
+@pytest.mark.parametrize(
+    "request_id", ["", "x" * 100_000, "line\nbreak", "\x00", "日本"]
+)
 def test_no_request_id_that_a_client_chose_stops_a_worker(request_id: str) -> None:
     orders = make_orders(request_id)
     assert decode_orders(encode_orders(orders)) == orders
@@ -45,7 +47,10 @@ def test_hostile_frames_are_invalid_messages() -> None:
             assert refused(decode_orders, frame).field == "boot", name
     plain = decode_plain(valid)
     plain["loads"][0]["source"]["remote_port"] = 0
-    assert refused(decode_orders, encode_plain(plain)).field == "loads[0].source.remote_port"
+    assert (
+        refused(decode_orders, encode_plain(plain)).field
+        == "loads[0].source.remote_port"
+    )
     plain = decode_plain(valid)
     plain["prewarms"][0]["host"] = "a\nb"
     assert refused(decode_orders, encode_plain(plain)).field == "prewarms[0].host"
@@ -58,7 +63,9 @@ def test_the_head_has_what_is_opened_and_the_names_of_the_loads() -> None:
 
 def test_the_head_does_not_grow_with_the_blocks_that_are_loaded() -> None:
     orders = make_orders()
-    more = msgspec.structs.replace(orders.loads[0], local_blocks=(tuple(range(100_000)), ()))
+    more = msgspec.structs.replace(
+        orders.loads[0], local_blocks=(tuple(range(100_000)), ())
+    )
     longer = msgspec.structs.replace(orders, loads=(more,))
     assert encode_head(longer) == encode_head(orders)
 

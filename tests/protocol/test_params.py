@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import ForeignParams, InvalidParams
-from kvferry.protocol.params import SHORTEST_LEASE_S, RemoteDecode, RemotePrefill, Ticket
+from kvferry.protocol.params import (
+    SHORTEST_LEASE_S,
+    RemoteDecode,
+    RemotePrefill,
+    Ticket,
+)
 from kvferry.protocol.params_reader import read_params, read_turn
 from tests.protocol.samples import make_params, make_ticket, params_of_length
 
@@ -37,14 +42,20 @@ def remote_prefills(draw: st.DrawFn) -> RemotePrefill:
     ticket = make_ticket(
         boot=draw(hex128),
         lease_slot=draw(st.integers(0, 2**24 - 1)),
-        lease_epoch=draw(st.integers(1, 2**60 - 1).map(lambda number: f"{number:015x}")),
+        lease_epoch=draw(
+            st.integers(1, 2**60 - 1).map(lambda number: f"{number:015x}")
+        ),
         lease_s=draw(st.floats(SHORTEST_LEASE_S, 86400 * 7)),
         digests=tuple(draw(st.lists(hex128, min_size=chunks, max_size=chunks))),
         mac=draw(st.integers(0, 2**256 - 1).map(lambda number: f"{number:064x}")),
         held_from=tuple(draw(st.lists(st.integers(0, 2**40), max_size=4))),
         stream_row=draw(st.none() | st.integers(0, 63)),
     )
-    groups = draw(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=8), min_size=1, max_size=4))
+    groups = draw(
+        st.lists(
+            st.lists(st.integers(0, 2**31 - 1), max_size=8), min_size=1, max_size=4
+        )
+    )
     return make_params(
         ticket=ticket,
         remote_engine_id=draw(NAMES),
@@ -169,12 +180,18 @@ def test_an_answers_params_say_the_opposite_of_a_prompts_and_hold_the_same() -> 
     assert read_turn(json.loads(json.dumps(answer), parse_int=float)) == make_params()
 
 
-@pytest.mark.parametrize("nothing", [{}, {"remote_block_ids": None}, {"remote_block_ids": []}])
-def test_a_prompt_to_be_prefilled_without_blocks_offers_no_turn(nothing: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "nothing", [{}, {"remote_block_ids": None}, {"remote_block_ids": []}]
+)
+def test_a_prompt_to_be_prefilled_without_blocks_offers_no_turn(
+    nothing: dict[str, Any],
+) -> None:
     assert read_turn({"do_remote_decode": True, "kvferry": None, **nothing}) is None
 
 
-def test_a_turn_of_the_stock_connector_is_foreign_and_a_broken_one_names_its_field() -> None:
+def test_a_turn_of_the_stock_connector_is_foreign_and_a_broken_one_names_its_field() -> (
+    None
+):
     answer = make_params().to_json(is_turn=True)
     with pytest.raises(ForeignParams):
         read_turn({key: value for key, value in answer.items() if key != "kvferry"})
@@ -200,7 +217,9 @@ def test_unknown_keys_are_ignored_in_both_objects() -> None:
 
 def test_later_fields_have_defaults_so_that_older_producers_are_understood() -> None:
     """The fields without a default are those of version 1, and no later one may join them."""
-    required = {field.name for field in msgspec.structs.fields(RemotePrefill) if field.required}
+    required = {
+        field.name for field in msgspec.structs.fields(RemotePrefill) if field.required
+    }
     assert required == {
         "remote_engine_id",
         "remote_request_id",
@@ -212,13 +231,15 @@ def test_later_fields_have_defaults_so_that_older_producers_are_understood() -> 
         "kvferry",
     }
     later = {"held_from", "opens_within_s", "stream_row"}
-    assert {field.name for field in msgspec.structs.fields(Ticket) if field.required} == set(
-        msgspec.structs.asdict(make_ticket())
-    ) - later
+    assert {
+        field.name for field in msgspec.structs.fields(Ticket) if field.required
+    } == set(msgspec.structs.asdict(make_ticket())) - later
 
 
 @pytest.mark.parametrize("version", [0, 2, 2**31, -1, "1", None, [1], 1.5])
-def test_another_version_of_the_ticket_is_refused_by_its_version(version: object) -> None:
+def test_another_version_of_the_ticket_is_refused_by_its_version(
+    version: object,
+) -> None:
     raw = make_params().to_json()
     raw["kvferry"]["version"] = version
     raw["kvferry"].pop("mac")

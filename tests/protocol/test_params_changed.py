@@ -112,7 +112,17 @@ NESTED: list[object] = [
 ]
 SIGNED = sign_params(make_params(), KEY).to_json()
 KEYS = st.sampled_from(
-    [*SIGNED, *SIGNED["kvferry"], "later", "\ud800", 1, None, "", Named("tp_size"), b"tp_size"]
+    [
+        *SIGNED,
+        *SIGNED["kvferry"],
+        "later",
+        "\ud800",
+        1,
+        None,
+        "",
+        Named("tp_size"),
+        b"tp_size",
+    ]
 )
 VALUES = (
     st.sampled_from([*HASHABLE, *NESTED])

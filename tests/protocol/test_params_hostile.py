@@ -9,8 +9,19 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.params import MAX_BLOCKS, MAX_DIGESTS, MAX_GROUPS, MAX_KEYS, RemotePrefill
-from kvferry.protocol.params_reader import decode_params, most_blocks, read_params, read_turn
+from kvferry.protocol.params import (
+    MAX_BLOCKS,
+    MAX_DIGESTS,
+    MAX_GROUPS,
+    MAX_KEYS,
+    RemotePrefill,
+)
+from kvferry.protocol.params_reader import (
+    decode_params,
+    most_blocks,
+    read_params,
+    read_turn,
+)
 from kvferry.protocol.prompt_queries import encode_params
 from tests.protocol.frames import deep
 from tests.protocol.samples import make_params
@@ -101,7 +112,19 @@ WRONG: dict[str, list[object]] = MALFORMED_HEX | {
     "transfer_mode": [None, "Push", "", 1, True, [], {}, "x" * 10_000],
     "kvferry": ["ticket", 1, 1.5, True, [], [1]],
     "kvferry.version": [ABSENT, None, "1", 0, 2, -1, 1.5, True, [], {}],
-    "kvferry.lease_slot": [ABSENT, None, "7", -1, 2**24, 1.5, True, [], {}, 2**63, 10**400],
+    "kvferry.lease_slot": [
+        ABSENT,
+        None,
+        "7",
+        -1,
+        2**24,
+        1.5,
+        True,
+        [],
+        {},
+        2**63,
+        10**400,
+    ],
     "kvferry.lease_s": [
         ABSENT,
         "30",
@@ -209,24 +232,45 @@ def test_block_ids_are_bounded_by_the_prompt_that_they_are_for(kind: type) -> No
     whole = with_wrong("remote_block_ids", [[kind(1)] * (most - 1), [kind(2)]])
     assert isinstance(read_params(whole, prompt_tokens), RemotePrefill)
     one_more = with_wrong("remote_block_ids", [[kind(1)] * most, [kind(2)]])
-    with pytest.raises(InvalidParams, match=f"at most {most} for a prompt of 300 tokens"):
+    with pytest.raises(
+        InvalidParams, match=f"at most {most} for a prompt of 300 tokens"
+    ):
         read_params(one_more, prompt_tokens)
-    with pytest.raises(InvalidParams, match=f"at most {most} for a prompt of 300 tokens"):
+    with pytest.raises(
+        InvalidParams, match=f"at most {most} for a prompt of 300 tokens"
+    ):
         decode_params(
-            encode_params(with_wrong("remote_block_ids", [[1] * (most + 1)])), prompt_tokens
+            encode_params(with_wrong("remote_block_ids", [[1] * (most + 1)])),
+            prompt_tokens,
         )
     with pytest.raises(InvalidParams, match="bytes"):
         decode_params(
-            encode_params(with_wrong("remote_block_ids", [[1] * 50 * most])), prompt_tokens
+            encode_params(with_wrong("remote_block_ids", [[1] * 50 * most])),
+            prompt_tokens,
         )
     with pytest.raises(InvalidParams, match="digests"):
-        read_params(with_wrong("kvferry.digests", ["a1" * 16] * (most + 1)), prompt_tokens)
-    with pytest.raises(InvalidParams, match=f"at most {most} for a prompt of 300 tokens"):
+        read_params(
+            with_wrong("kvferry.digests", ["a1" * 16] * (most + 1)), prompt_tokens
+        )
+    with pytest.raises(
+        InvalidParams, match=f"at most {most} for a prompt of 300 tokens"
+    ):
         read_turn(one_more, prompt_tokens)
 
 
 @pytest.mark.parametrize(
-    "raw", ["do_remote_prefill", b"", 7, 1.5, True, False, [], [{"do_remote_prefill": True}], {1}]
+    "raw",
+    [
+        "do_remote_prefill",
+        b"",
+        7,
+        1.5,
+        True,
+        False,
+        [],
+        [{"do_remote_prefill": True}],
+        {1},
+    ],
 )
 def test_params_that_are_no_object_are_refused(raw: object) -> None:
     with pytest.raises(InvalidParams, match="an object"):
@@ -244,25 +288,33 @@ def ten_million(size: int = 10_000_000) -> list[tuple[str, Callable[[], object]]
         ("remote_block_ids", lambda: with_wrong("remote_block_ids", ids)),
         ("remote_block_ids", lambda: with_wrong("remote_block_ids", [[]] * size)),
         ("kvferry.digests", lambda: with_wrong("kvferry.digests", ["a1" * 16] * size)),
-        ("kvferry.digests", lambda: with_wrong("kvferry.digests", ["a1" * 16] * (MAX_DIGESTS + 1))),
+        (
+            "kvferry.digests",
+            lambda: with_wrong("kvferry.digests", ["a1" * 16] * (MAX_DIGESTS + 1)),
+        ),
         ("remote_host", lambda: with_wrong("remote_host", ids)),
         ("remote_host", lambda: with_wrong("remote_host", "x" * size)),
         ("kvferry", lambda: with_wrong("kvferry", dict.fromkeys(range(size // 10)))),
         (
             "kvferry",
             lambda: with_wrong(
-                "kvferry", make_params().to_json()["kvferry"] | dict.fromkeys(range(10**6))
+                "kvferry",
+                make_params().to_json()["kvferry"] | dict.fromkeys(range(10**6)),
             ),
         ),
         (
             "kv_transfer_params",
-            lambda: make_params().to_json() | {str(key): key for key in range(MAX_KEYS)},
+            lambda: (
+                make_params().to_json() | {str(key): key for key in range(MAX_KEYS)}
+            ),
         ),
         ("kv_transfer_params", lambda: ids),
     ]
 
 
-def test_ten_million_of_anything_are_refused_within_50_ms_without_being_walked() -> None:
+def test_ten_million_of_anything_are_refused_within_50_ms_without_being_walked() -> (
+    None
+):
     for field, build in ten_million():
         raw = build()
         times = []
@@ -276,7 +328,9 @@ def test_ten_million_of_anything_are_refused_within_50_ms_without_being_walked()
         assert min(times) < 0.05, (field, times)
 
 
-def test_a_value_that_looks_like_an_error_message_does_not_become_another_fields_name() -> None:
+def test_a_value_that_looks_like_an_error_message_does_not_become_another_fields_name() -> (
+    None
+):
     for forged in (
         "x` - at `$.remote_host`",
         "x - at `$.remote_host`",

@@ -62,13 +62,17 @@ OTHERS: dict[str, list[Any]] = {
 
 def leaves() -> set[str]:
     """Every field of the params, the ticket's with its path."""
-    names = {field.name for field in msgspec.structs.fields(RemotePrefill)} - {"kvferry"}
+    names = {field.name for field in msgspec.structs.fields(RemotePrefill)} - {
+        "kvferry"
+    }
     return names | {f"kvferry.{field.name}" for field in msgspec.structs.fields(Ticket)}
 
 
 def changed(params: RemotePrefill, path: str, value: object) -> RemotePrefill:
     if path.startswith("kvferry."):
-        ticket = msgspec.structs.replace(params.kvferry, **{path.removeprefix("kvferry."): value})
+        ticket = msgspec.structs.replace(
+            params.kvferry, **{path.removeprefix("kvferry."): value}
+        )
         return msgspec.structs.replace(params, kvferry=ticket)
     return msgspec.structs.replace(params, **{path: value})
 
@@ -96,7 +100,9 @@ SPELLINGS: dict[str, Any] = {
         raw | {"kvferry": raw["kvferry"] | {"slot": 9, "remote_host": "10.6.6.6"}}
     ),
     "JSON": lambda raw: json.loads(json.dumps(raw)),
-    "JSON whose numbers are floats": lambda raw: json.loads(json.dumps(raw), parse_int=float),
+    "JSON whose numbers are floats": lambda raw: json.loads(
+        json.dumps(raw), parse_int=float
+    ),
     "a lease time that is an integer": lambda raw: (
         raw | {"kvferry": raw["kvferry"] | {"lease_s": 30}}
     ),
@@ -118,7 +124,9 @@ def test_what_the_mac_does_not_cover_cannot_change_what_is_read_or_from_which_en
     arrived = read_params(SPELLINGS[how](signed.to_json()))
     assert isinstance(arrived, RemotePrefill)
     check_params_mac(arrived, KEY)
-    same_lease = msgspec.structs.replace(arrived.kvferry, lease_s=signed.kvferry.lease_s)
+    same_lease = msgspec.structs.replace(
+        arrived.kvferry, lease_s=signed.kvferry.lease_s
+    )
     assert msgspec.structs.replace(arrived, kvferry=same_lease) == signed
     assert arrived.kvferry.lease_s == pytest.approx(signed.kvferry.lease_s, abs=0.0005)
 
@@ -127,7 +135,9 @@ def test_what_the_mac_does_not_cover_cannot_change_what_is_read_or_from_which_en
 def test_any_lease_time_keeps_its_mac_through_a_router_that_prints_fifteen_digits(
     lease_s: float,
 ) -> None:
-    signed = sign_params(make_params(ticket=make_ticket(lease_s=round(lease_s, 3))), KEY)
+    signed = sign_params(
+        make_params(ticket=make_ticket(lease_s=round(lease_s, 3))), KEY
+    )
     raw = signed.to_json()
     raw["kvferry"]["lease_s"] = float(f"{raw['kvferry']['lease_s']:.15g}")
     arrived = read_params(raw)
@@ -136,7 +146,9 @@ def test_any_lease_time_keeps_its_mac_through_a_router_that_prints_fifteen_digit
 
 
 @given(st.floats(0.001, 60.0))
-def test_a_ticket_made_of_signed_params_is_signed_with_its_time(opens_within_s: float) -> None:
+def test_a_ticket_made_of_signed_params_is_signed_with_its_time(
+    opens_within_s: float,
+) -> None:
     early = sign_early(sign_params(make_params(), KEY), KEY, opens_within_s)
     check_params_mac(early, KEY)
     assert early.kvferry.opens_within_s == pytest.approx(opens_within_s, abs=0.0005)
@@ -184,7 +196,9 @@ def packed(value: object) -> bytes:
         return bytes([code]) + len(raw).to_bytes(size, "big") + raw
     assert isinstance(value, tuple)
     head = (
-        bytes([0x90 | len(value)]) if len(value) < 16 else b"\xdc" + len(value).to_bytes(2, "big")
+        bytes([0x90 | len(value)])
+        if len(value) < 16
+        else b"\xdc" + len(value).to_bytes(2, "big")
     )
     return head + b"".join(map(packed, value))
 
@@ -192,7 +206,12 @@ def packed(value: object) -> bytes:
 def slow_mac(params: RemotePrefill, key: bytes) -> str:
     """HMAC as RFC 2104 has it, over what the module says that is covered."""
     ticket = params.kvferry
-    own = (ticket.version, ticket.boot, params.remote_engine_id, params.remote_request_id)
+    own = (
+        ticket.version,
+        ticket.boot,
+        params.remote_engine_id,
+        params.remote_request_id,
+    )
     where = (
         params.remote_host,
         params.remote_port,
@@ -208,9 +227,15 @@ def slow_mac(params: RemotePrefill, key: bytes) -> str:
     )
     lasts = (round(ticket.lease_s * 1000), ticket.digests, ticket.held_from)
     row = () if ticket.stream_row is None else (ticket.stream_row,)
-    mac = slow_hmac(packed(("kvferry-ticket-1", *own, *where, *what, *lasts, *row)), key)
+    mac = slow_hmac(
+        packed(("kvferry-ticket-1", *own, *where, *what, *lasts, *row)), key
+    )
     opens_ms = round(ticket.opens_within_s * 1000)
-    return slow_hmac(packed(("kvferry-early-ticket-1", mac, opens_ms)), key) if opens_ms else mac
+    return (
+        slow_hmac(packed(("kvferry-early-ticket-1", mac, opens_ms)), key)
+        if opens_ms
+        else mac
+    )
 
 
 def slow_hmac(message: bytes, key: bytes) -> str:

@@ -32,7 +32,9 @@ BOOT = BootId("0123456789abcdef" * 2)
 
 def frame_of(params: bytes) -> bytes:
     """A frame with the ticket of one question, whose params are these bytes."""
-    answer = Answer(number=1, progress=PromptProgress.TICKET, params=msgspec.Raw(params))
+    answer = Answer(
+        number=1, progress=PromptProgress.TICKET, params=msgspec.Raw(params)
+    )
     return encode(Answers(answers=(answer,)))
 
 
@@ -44,7 +46,9 @@ EMPTY_CONTAINERS = {
 
 
 @pytest.mark.parametrize("params", EMPTY_CONTAINERS.values(), ids=EMPTY_CONTAINERS)
-def test_params_of_millions_of_empty_containers_are_not_made_into_objects(params: bytes) -> None:
+def test_params_of_millions_of_empty_containers_are_not_made_into_objects(
+    params: bytes,
+) -> None:
     """They hold the interpreter's lock while they are. As plain objects 16 MiB took 3 to 8 s and 1.2 GB."""
     frame = frame_of(params)
     tracemalloc.start()
@@ -61,8 +65,12 @@ def test_a_ticket_comes_as_it_was_given() -> None:
     params = make_params()
     (answer,) = decode_answers(frame_of(msgspec.msgpack.encode(params))).answers
     assert decode_params(answer.params) == params
-    (plain,) = decode_answers(frame_of(msgspec.msgpack.encode(params.to_json()))).answers
-    assert decode_params(plain.params) == params, "as an engine of an older version sends it"
+    (plain,) = decode_answers(
+        frame_of(msgspec.msgpack.encode(params.to_json()))
+    ).answers
+    assert decode_params(plain.params) == params, (
+        "as an engine of an older version sends it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,12 +80,19 @@ def test_a_ticket_comes_as_it_was_given() -> None:
         (b"\x80", "remote_engine_id"),
         (b"\x91" * 100_000 + b"\xc0", "message"),
         (
-            msgspec.msgpack.encode(make_params().to_json() | {"remote_block_ids": [[0.0]]}),
+            msgspec.msgpack.encode(
+                make_params().to_json() | {"remote_block_ids": [[0.0]]}
+            ),
             "remote_block_ids",
         ),
-        (msgspec.msgpack.encode(make_params(ticket=make_ticket(version=2))), "kvferry.version"),
         (
-            msgspec.msgpack.encode(make_params(ticket=make_ticket(digests=("a" * 32,) * 3))),
+            msgspec.msgpack.encode(make_params(ticket=make_ticket(version=2))),
+            "kvferry.version",
+        ),
+        (
+            msgspec.msgpack.encode(
+                make_params(ticket=make_ticket(digests=("a" * 32,) * 3))
+            ),
             "kvferry.digests",
         ),
     ],
@@ -125,7 +140,9 @@ def test_with_a_transfer_id_only_the_index_in_a_batch_or_of_n_counts(
 
 
 @given(st.text(max_size=600), st.none() | st.text(max_size=600))
-def test_a_key_of_any_id_can_be_asked_for(request_id: str, transfer_id: str | None) -> None:
+def test_a_key_of_any_id_can_be_asked_for(
+    request_id: str, transfer_id: str | None
+) -> None:
     key = request_key(request_id, transfer_id)
     query = PromptQuery(number=1, key=key, num_tokens=5, digest="0" * 32)
     frame = encode(Subscribe(client_id="d", queries=(query,) * 256))
@@ -145,7 +162,14 @@ def test_an_announced_id_gives_back_engine_and_boot(engine_id: str) -> None:
 
 @pytest.mark.parametrize(
     "engine_id",
-    ["", "stock", "kvferry1", f"kvferry1.{BOOT}", f"kvferry1.{BOOT}.", "kvferry1.abc.x"],
+    [
+        "",
+        "stock",
+        "kvferry1",
+        f"kvferry1.{BOOT}",
+        f"kvferry1.{BOOT}.",
+        "kvferry1.abc.x",
+    ],
 )
 def test_other_ids_announce_nothing(engine_id: str) -> None:
     assert (engine_of(engine_id), boot_of(engine_id)) == (engine_id, None)

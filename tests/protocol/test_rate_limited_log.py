@@ -24,7 +24,11 @@ def test_one_line_an_interval_is_logged_and_the_next_one_says_how_many_were_omit
     log.warning("dropped %d", 4)
     now_s += 5.0
     log.warning("dropped %d", 5)
-    assert caplog.messages == ["dropped 0", "dropped 4 (3 similar lines omitted)", "dropped 5"]
+    assert caplog.messages == [
+        "dropped 0",
+        "dropped 4 (3 similar lines omitted)",
+        "dropped 5",
+    ]
 
 
 def test_an_exception_is_logged_with_its_traceback_and_the_place_of_the_caller(

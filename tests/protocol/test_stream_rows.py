@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.ids import MAX_PROGRESS, SLOT_BYTES, Epoch, progress_of, progress_word
+from kvferry.protocol.ids import (
+    MAX_PROGRESS,
+    SLOT_BYTES,
+    Epoch,
+    progress_of,
+    progress_word,
+)
 from kvferry.protocol.stream_rows import PAGE_IDS, StreamRows, header_word
 
 epochs = st.integers(1, 2**60 - 1).map(Epoch)
@@ -31,7 +37,13 @@ def test_an_empty_word_reports_nothing_and_no_header_is_empty(epoch: Epoch) -> N
 
 @pytest.mark.parametrize(
     ("blocks", "pages"),
-    [((1,), 1), ((PAGE_IDS,), 1), ((PAGE_IDS + 1,), 2), ((100, 100, 100), 2), ((1 << 20,), 4096)],
+    [
+        ((1,), 1),
+        ((PAGE_IDS,), 1),
+        ((PAGE_IDS + 1,), 2),
+        ((100, 100, 100), 2),
+        ((1 << 20,), 4096),
+    ],
 )
 def test_a_row_has_room_for_the_blocks_of_all_groups_one_after_the_other(
     blocks: tuple[int, ...], pages: int

@@ -29,7 +29,9 @@ def test_a_character_that_is_not_shown_as_itself_is_escaped(character: str) -> N
     assert shown.isprintable()
 
 
-@pytest.mark.parametrize("text", ["", "cmpl-1-0-9f3a", "Zürich → 東京", "שלום", "a b", "\\u202e"])
+@pytest.mark.parametrize(
+    "text", ["", "cmpl-1-0-9f3a", "Zürich → 東京", "שלום", "a b", "\\u202e"]
+)
 def test_what_can_be_shown_is_unchanged(text: str) -> None:
     assert visible(text) == text
 
@@ -38,7 +40,8 @@ def test_what_can_be_shown_is_unchanged(text: str) -> None:
 def test_no_text_leaves_a_character_that_is_not_printable(text: str) -> None:
     shown = visible(text)
     assert not any(
-        unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") for c in shown
+        unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+        for c in shown
     )
 
 
@@ -67,10 +70,15 @@ def written() -> Iterator[io.StringIO]:
 def test_log_lines_show_foreign_text_escaped(written: io.StringIO) -> None:
     logger = logging.getLogger("kvferry.scheduler.test")
     logger.error("req=%s is computed here: %s", HOSTILE, ValueError(HOSTILE))
-    assert written.getvalue() == f"req={visible(HOSTILE)} is computed here: {visible(HOSTILE)}\n"
+    assert (
+        written.getvalue()
+        == f"req={visible(HOSTILE)} is computed here: {visible(HOSTILE)}\n"
+    )
 
 
-def test_tracebacks_show_foreign_text_escaped_and_keep_their_lines(written: io.StringIO) -> None:
+def test_tracebacks_show_foreign_text_escaped_and_keep_their_lines(
+    written: io.StringIO,
+) -> None:
     try:
         raise ValueError(HOSTILE)
     except ValueError:
@@ -81,7 +89,9 @@ def test_tracebacks_show_foreign_text_escaped_and_keep_their_lines(written: io.S
     assert all(line.isprintable() for line in lines)
 
 
-def test_lines_of_others_and_printable_ones_are_left_alone(written: io.StringIO) -> None:
+def test_lines_of_others_and_printable_ones_are_left_alone(
+    written: io.StringIO,
+) -> None:
     for _ in range(2):
         escape_logs()
     logging.getLogger("another").error("two\nlines")

@@ -11,7 +11,10 @@ from tests.rig.memory import WorkerMemory
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--device", default="cpu", choices=("cpu", "cuda"), help="where the caches of tests/rig are"
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        help="where the caches of tests/rig are",
     )
 
 

@@ -45,7 +45,8 @@ class ContextParallelEngine(RigEngine):
         (group,) = self.description.groups
         steps = _steps(request, group.block_tokens)
         workers = sorted(
-            enumerate(self.side.shards.places()), key=lambda at: (at[1].pp, at[1].tp, at[1].pcp)
+            enumerate(self.side.shards.places()),
+            key=lambda at: (at[1].pp, at[1].tp, at[1].pcp),
         )
         for _, replicas in groupby(workers, key=lambda at: (at[1].pp, at[1].tp)):
             own = [index for index, _ in replicas]
@@ -61,7 +62,8 @@ class ContextParallelEngine(RigEngine):
                 if not all(map(torch.equal, caches.storages, wanted)):
                     self.unequal.append(index)
             self.computed_rows = [
-                tuple(x.computed for x in of_step) for of_step in zip(*answers, strict=True)
+                tuple(x.computed for x in of_step)
+                for of_step in zip(*answers, strict=True)
             ]
         for index, heads in self.spoil.items():
             for tensor in self.memories[index].kv.tensors:
@@ -89,7 +91,8 @@ def read_by(plans: Sequence[TransferPlan]) -> Read:
     for route in (route for plan in plans for route in plan.routes):
         for one in route.slices:
             found[route.worker] |= {
-                (one.remote.name, head) for head in range(one.heads.start, one.heads.stop)
+                (one.remote.name, head)
+                for head in range(one.heads.start, one.heads.stop)
             }
     return found
 
@@ -108,11 +111,14 @@ def _steps(request: Request, block_tokens: int) -> list[Step]:
 
     def slots(ids: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
         return tuple(
-            ids[at // block_tokens] * block_tokens + at % block_tokens for at in range(start, stop)
+            ids[at // block_tokens] * block_tokens + at % block_tokens
+            for at in range(start, stop)
         )
 
     steps = []
-    for number, (start, stop) in enumerate(((0, first), (first, total - 1), (total - 1, total))):
+    for number, (start, stop) in enumerate(
+        ((0, first), (first, total - 1), (total - 1, total))
+    ):
         at = block_tokens - 1 + number
         beside = 7 if not number else 0
         steps.append(
@@ -128,7 +134,9 @@ def _steps(request: Request, block_tokens: int) -> list[Step]:
     return steps
 
 
-def _computed_by_one(step: Step, tensors: tuple[PagedTensor, ...], numbers: Numbers) -> Written:
+def _computed_by_one(
+    step: Step, tensors: tuple[PagedTensor, ...], numbers: Numbers
+) -> Written:
     positions = [
         done + at
         for count, done in zip(step.scheduled, step.computed, strict=True)
@@ -162,7 +170,9 @@ def _write(caches: KvCaches, step: Written) -> None:
     for tensor in caches.tensors:
         length = len(tensor.heads) * tensor.cell_bytes
         part = rows[:, at : at + length].view(-1, len(tensor.heads), tensor.cell_bytes)
-        _cells(caches, tensor)[slots // tensor.block_tokens, slots % tensor.block_tokens] = part
+        _cells(caches, tensor)[
+            slots // tensor.block_tokens, slots % tensor.block_tokens
+        ] = part
         at += length
 
 
@@ -170,7 +180,9 @@ def _cells(caches: KvCaches, tensor: PagedTensor) -> torch.Tensor:
     """A paged tensor's memory, uint8 `[blocks, block_tokens, heads, cell_bytes]`."""
     assert tensor.tile_tokens == 1
     assert not tensor.element_bytes
-    storage = next(x for x in caches.storages if 0 <= tensor.base - x.data_ptr() < x.nbytes)
+    storage = next(
+        x for x in caches.storages if 0 <= tensor.base - x.data_ptr() < x.nbytes
+    )
     shape = (tensor.blocks, tensor.block_tokens, len(tensor.heads), tensor.cell_bytes)
     strides = (tensor.block_stride, tensor.tile_stride, tensor.head_stride, 1)
     return storage.as_strided(shape, strides, tensor.base - storage.data_ptr())

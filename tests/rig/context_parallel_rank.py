@@ -57,9 +57,12 @@ def token_rows(
     """
     none = np.zeros(0, np.int64)
     names = [
-        byte_names(tensor, Cells(none, none, positions[:, None]), numbers) for tensor in tensors
+        byte_names(tensor, Cells(none, none, positions[:, None]), numbers)
+        for tensor in tensors
     ]
-    found = noise(np.concatenate([one.reshape(len(positions), -1) for one in names], axis=1))
+    found = noise(
+        np.concatenate([one.reshape(len(positions), -1) for one in names], axis=1)
+    )
     return np.asarray(found ^ (requests * 0x35 % 256).astype(np.uint8)[:, None])
 
 
@@ -82,7 +85,9 @@ def compute_steps(
     for step in steps:
         own = manager.partition_inputs(step.scheduled, step.computed)
         request = np.array(step.requests, np.int64)[own.req_indices.numpy()]
-        rows = torch.from_numpy(token_rows(tensors, numbers, own.positions.numpy(), request))
+        rows = torch.from_numpy(
+            token_rows(tensors, numbers, own.positions.numpy(), request)
+        )
         rows[own.is_padding] = 0xEE
         everybody = manager.gather_padded(rows)
         slots = manager.pad_slot_mapping(torch.tensor(step.slots))

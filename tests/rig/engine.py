@@ -50,14 +50,23 @@ class RigEngine(CacheEngine):
             WorkerMemory(carve(model, side, place), seed * 1000 + index, floats=floats)
             for index, place in enumerate(places)
         ]
-        shards = [(place, memory.kv) for place, memory in zip(places, self.memories, strict=True)]
+        shards = [
+            (place, memory.kv)
+            for place, memory in zip(places, self.memories, strict=True)
+        ]
         groups, topology = cache_groups(model, side), side.shards.topology
         more = {"facts": FACTS, "lease_s": 120.0, **more}
-        super().__init__(name, make_fabric, shards, groups, topology, settings=settings, **more)
+        super().__init__(
+            name, make_fabric, shards, groups, topology, settings=settings, **more
+        )
 
-    def prefill(self, request_id: str, request: Request, numbers: Numbers) -> RemotePrefill:
+    def prefill(
+        self, request_id: str, request: Request, numbers: Numbers
+    ) -> RemotePrefill:
         """Compute a prompt: fill all workers' shares of it and lease its blocks."""
-        return handover.lease(self, request_id, request, lambda: self.compute(request, numbers))
+        return handover.lease(
+            self, request_id, request, lambda: self.compute(request, numbers)
+        )
 
     def compute(self, request: Request, numbers: Numbers) -> None:
         """Write the results of the prefill to the caches of all workers."""

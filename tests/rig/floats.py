@@ -57,8 +57,12 @@ def stored_bytes(tensor: PagedTensor, names: Ints, patterns: Bytes) -> Bytes:
     stored = _STORED[tensor.format.dtype]
     scales = np.array([SCALES.index(scale) for scale in tensor.scales or (1.0,)])
     head = (
-        head_of(names) - tensor.heads.start if len(scales) > 1 else np.zeros(names.shape, np.int64)
+        head_of(names) - tensor.heads.start
+        if len(scales) > 1
+        else np.zeros(names.shape, np.int64)
     )
     return np.asarray(
-        stored[scales[head], patterns % len(_PATTERNS), byte_of(names) % stored.shape[2]]
+        stored[
+            scales[head], patterns % len(_PATTERNS), byte_of(names) % stored.shape[2]
+        ]
     )

@@ -83,14 +83,23 @@ def hand_over(
     )
 
     def check() -> None:
-        for index, (memory, snapshot) in enumerate(zip(consumer.memories, before, strict=True)):
+        for index, (memory, snapshot) in enumerate(
+            zip(consumer.memories, before, strict=True)
+        ):
             try:
-                memory.check_loaded(snapshot, consumer.description.groups, request, numbers)
+                memory.check_loaded(
+                    snapshot, consumer.description.groups, request, numbers
+                )
             except AssertionError as wrong:
                 raise AssertionError(f"consumer worker {index}: {wrong}") from None
 
     moved = handover.hand_over(
-        producer, consumer, request, lambda: producer.compute(request, numbers), check, request_id
+        producer,
+        consumer,
+        request,
+        lambda: producer.compute(request, numbers),
+        check,
+        request_id,
     )
     return Moved(
         num_bytes=sum(x.transferred_bytes for x in moved),

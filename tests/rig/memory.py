@@ -51,16 +51,23 @@ class WorkerMemory:
         if self.device is HOST:
             # So that consumers may map them, if the settings let them.
             files = [SharedFile(size) for size in caches.sizes]
-            storages = [file.tensor[:size] for file, size in zip(files, caches.sizes, strict=True)]
+            storages = [
+                file.tensor[:size]
+                for file, size in zip(files, caches.sizes, strict=True)
+            ]
         else:
             storages = [
                 torch.empty(size, dtype=torch.uint8, device=self.device.where)
                 for size in caches.sizes
             ]
         for storage in storages:
-            storage.copy_(torch.from_numpy(draw.integers(0, 256, len(storage), np.uint8)))
+            storage.copy_(
+                torch.from_numpy(draw.integers(0, 256, len(storage), np.uint8))
+            )
         addresses = [storage.data_ptr() for storage in storages]
-        self.kv = KvCaches(tuple(storages), caches.at(addresses), self.device, tuple(files))
+        self.kv = KvCaches(
+            tuple(storages), caches.at(addresses), self.device, tuple(files)
+        )
         self._memory = Memory(addresses, caches.sizes)
         self._floats = [x for x in self.kv.tensors if floats and has_floats(x.format)]
         self._parts = sorted(storages, key=lambda storage: storage.data_ptr())
@@ -71,7 +78,9 @@ class WorkerMemory:
             [np.empty(0, np.uint8), *(part.cpu().numpy() for part in self._parts)]
         )
 
-    def fill(self, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers) -> None:
+    def fill(
+        self, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers
+    ) -> None:
         """Write the values of the request's tokens, as a prefill would; everything else stays noise."""
         names = produced(self.kv.tensors, groups, self._memory, request, numbers)
         content = np.where(names >= 0, self._values(names, numbers), self.snapshot())
@@ -91,7 +100,11 @@ class WorkerMemory:
         return found
 
     def check_loaded(
-        self, before: Bytes, groups: tuple[CacheGroup, ...], request: Request, numbers: Numbers
+        self,
+        before: Bytes,
+        groups: tuple[CacheGroup, ...],
+        request: Request,
+        numbers: Numbers,
     ) -> None:
         """Check every byte: the request's have arrived, its loaded blocks hold nothing else, and no other has changed.
 
@@ -101,7 +114,12 @@ class WorkerMemory:
         target = wanted(self.kv.tensors, groups, self._memory, request, numbers)
         now, right = self.snapshot(), self._values(target.names, numbers)
         _expect(target.required & (now != right), target, "is wrong", numbers)
-        _expect(target.tail & (now != 0), target, "is behind the request and not zero", numbers)
+        _expect(
+            target.tail & (now != 0),
+            target,
+            "is behind the request and not zero",
+            numbers,
+        )
         neither = target.optional & (now != right) & (now != 0)
         _expect(
             neither & target.loaded,
@@ -112,10 +130,14 @@ class WorkerMemory:
         changed = now != before
         free = (target.optional & ~neither) | (target.late & (now == 0))
         others = ~(target.required | target.tail | free)
-        _expect(others & changed, target, "is not the request's and has changed", numbers)
+        _expect(
+            others & changed, target, "is not the request's and has changed", numbers
+        )
 
 
-def _expect(wrong: npt.NDArray[np.bool_], target: Wanted, what: str, numbers: Numbers) -> None:
+def _expect(
+    wrong: npt.NDArray[np.bool_], target: Wanted, what: str, numbers: Numbers
+) -> None:
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         raise AssertionError(

@@ -38,12 +38,21 @@ class ReadPair:
 
 
 def scene(
-    model: Model, pcp: int, *readers: tuple[tuple[int, int], ...], tp: int = 1, here: int = 16
+    model: Model,
+    pcp: int,
+    *readers: tuple[tuple[int, int], ...],
+    tp: int = 1,
+    here: int = 16,
 ) -> ReadPair:
     """The consumer has a tensor parallel rank for every one of `readers`, blocks of `here` tokens, and NHD caches."""
     there = side(model, pcp=pcp, tp=tp)
     return ReadPair(
-        pair(model, there, side(model, tp=len(readers), block=here, layout="NHD"), tokens=TOKENS),
+        pair(
+            model,
+            there,
+            side(model, tp=len(readers), block=here, layout="NHD"),
+            tokens=TOKENS,
+        ),
         readers,
     )
 
@@ -93,7 +102,9 @@ def test_every_byte_comes_from_the_replicas_that_the_plan_spreads_readers_over(
         hand_over(made, producer, consumer)
         plans = plan_engine(consumer.description, producer.description)
     readers = tuple(
-        tuple((route.place.pcp, route.place.tp) for route in plan.routes if route.slices)
+        tuple(
+            (route.place.pcp, route.place.tp) for route in plan.routes if route.slices
+        )
         for plan in plans
     )
     assert readers == CASES[name].readers

@@ -55,13 +55,17 @@ class NamedPair:
 
 def pipeline(producer: int, consumer: int) -> NamedPair:
     model = attention(layers=3)
-    return NamedPair(pair(model, side(model, pp=producer), side(model, pp=consumer), tokens=45), 48)
+    return NamedPair(
+        pair(model, side(model, pp=producer), side(model, pp=consumer), tokens=45), 48
+    )
 
 
 def tensor(heads: int, producer: int, consumer: int, copies: int = 1) -> NamedPair:
     model = attention(heads=heads)
     return NamedPair(
-        pair(model, side(model, tp=producer), side(model, tp=consumer), tokens=45), 48, copies
+        pair(model, side(model, tp=producer), side(model, tp=consumer), tokens=45),
+        48,
+        copies,
     )
 
 
@@ -73,7 +77,9 @@ def context(model: Model, producer: int, consumer: int) -> NamedPair:
     return NamedPair(pair(model, there, here, tokens=45), 46 if consumer > 1 else 48)
 
 
-def blocks(producer: int, consumer: int, read_tokens: int, layout: str = "HND") -> NamedPair:
+def blocks(
+    producer: int, consumer: int, read_tokens: int, layout: str = "HND"
+) -> NamedPair:
     model = attention(heads=2)
     there, here = (
         side(model, block=producer, layout=layout),
@@ -85,14 +91,19 @@ def blocks(producer: int, consumer: int, read_tokens: int, layout: str = "HND") 
 def layouts(producer: str, consumer: str, size: int = 8) -> NamedPair:
     model = attention(size=size)
     return NamedPair(
-        pair(model, side(model, layout=producer), side(model, layout=consumer), tokens=45), 48
+        pair(
+            model, side(model, layout=producer), side(model, layout=consumer), tokens=45
+        ),
+        48,
     )
 
 
 def replicas(producer: int, consumer: int) -> NamedPair:
     model = attention()
     return NamedPair(
-        pair(model, side(model, pcp=producer), side(model, pcp=consumer, tp=2), tokens=45),
+        pair(
+            model, side(model, pcp=producer), side(model, pcp=consumer, tp=2), tokens=45
+        ),
         48,
         consumer,
     )
@@ -115,7 +126,9 @@ def windows(producer: int, consumer: int, held_from: int) -> NamedPair:
     model = attention(window=20)
     there, here = side(model, block=producer), side(model, block=consumer, tp=2)
     return NamedPair(
-        pair(model, there, here, tokens=45), 0, other_bytes=(48 - held_from) * 4 * 2 * 32
+        pair(model, there, here, tokens=45),
+        0,
+        other_bytes=(48 - held_from) * 4 * 2 * 32,
     )
 
 
@@ -134,7 +147,9 @@ NAMED_PAIRS = {
     "dcp 1 to 2": context(attention(), 1, 2),
     "mla, dcp 3 to 2": context(latent(), 3, 2),
     "mla, tp 4 to 2": NamedPair(
-        pair(latent(), side(latent(), tp=4), side(latent(), tp=2), tokens=45), 48, copies=2
+        pair(latent(), side(latent(), tp=4), side(latent(), tp=2), tokens=45),
+        48,
+        copies=2,
     ),
     "blocks of 32 to 64, cpu": blocks(32, 64, 128, "cpu"),
     "blocks of 128 to 32, cpu": blocks(128, 32, 128, "cpu"),
@@ -178,7 +193,9 @@ def test_every_byte_arrives(name: str, way: str) -> None:
     with rig_of(scene.pair, WAYS[way]) as (producer, consumer):
         moved = hand_over(scene.pair, producer, consumer)
     if way == "mapped":
-        assert (moved.mapped_bytes, moved.num_bytes) == (scene.num_bytes, 0), "NIXL reads nothing"
+        assert (moved.mapped_bytes, moved.num_bytes) == (scene.num_bytes, 0), (
+            "NIXL reads nothing"
+        )
         return
     assert not moved.mapped_bytes
     if way == "direct":
@@ -224,7 +241,9 @@ def test_every_byte_arrives_where_only_every_second_worker_is_mapped(
     network = MemoryNetwork()
     agents: list[str] = []
 
-    def some_mapped(peer_memory: PeerMemory, worker: WorkerDescription) -> WorkerMapping:
+    def some_mapped(
+        peer_memory: PeerMemory, worker: WorkerDescription
+    ) -> WorkerMapping:
         if worker.agent not in agents:
             agents.append(worker.agent)
         if agents.index(worker.agent) % 2:
@@ -233,7 +252,9 @@ def test_every_byte_arrives_where_only_every_second_worker_is_mapped(
 
     monkeypatch.setattr(peer, "WorkerMapping", some_mapped)
     settings = replace(SETTINGS, mapped_reads=True)
-    with rig_of(scene.pair, settings, make_fabric=lambda agent: MemoryFabric(agent, network)) as (
+    with rig_of(
+        scene.pair, settings, make_fabric=lambda agent: MemoryFabric(agent, network)
+    ) as (
         producer,
         consumer,
     ):

@@ -30,7 +30,10 @@ CONVERTED_DRAWS = 15
 MAPPED_DRAWS = int(os.environ.get("KVFERRY_MAPPED_PAIRS", "20"))
 MAPPED = replace(SETTINGS, mapped_reads=True, staging_pool_bytes=0)
 WAYS = st.sampled_from(
-    (*(replace(SETTINGS, staging_pool_bytes=pool) for pool in (0, 1 << 11, 1 << 16)), MAPPED)
+    (
+        *(replace(SETTINGS, staging_pool_bytes=pool) for pool in (0, 1 << 11, 1 << 16)),
+        MAPPED,
+    )
 )
 """Without a staging pool, with the smallest there is, with one that holds everything, and from mapped memory."""
 
@@ -71,7 +74,9 @@ def run(
         # What cannot work does not become workable by a conversion.
         plain = Drawn(
             replace(
-                pair, producer=without_dtype(pair.producer), consumer=without_dtype(pair.consumer)
+                pair,
+                producer=without_dtype(pair.producer),
+                consumer=without_dtype(pair.consumer),
             )
         )
         assume(feasible(plain.consumer.description, plain.producer.description))
@@ -107,8 +112,12 @@ def converted(
         tuple(replace(order, wide=frozenset()) for order in x.orders)
         for x in (pair.producer, pair.consumer)
     ]
-    producer = replace(pair.producer, cache_dtype=there, scales=draw(SCALES), orders=orders[0])
-    consumer = replace(pair.consumer, cache_dtype=here, scales=draw(SCALES), orders=orders[1])
+    producer = replace(
+        pair.producer, cache_dtype=there, scales=draw(SCALES), orders=orders[0]
+    )
+    consumer = replace(
+        pair.consumer, cache_dtype=here, scales=draw(SCALES), orders=orders[1]
+    )
     return replace(pair, producer=producer, consumer=consumer), draw(ways)
 
 
@@ -135,7 +144,9 @@ def test_any_pair_is_byte_exact_from_mapped_memory(
     network = MemoryNetwork()
     plain = st.tuples(pairs(), st.just(MAPPED))
     cases = st.one_of(plain, plain, converted(st.just(MAPPED)))
-    seen = run(run_seed, capsys, MAPPED_DRAWS, cases, lambda name: MemoryFabric(name, network))
+    seen = run(
+        run_seed, capsys, MAPPED_DRAWS, cases, lambda name: MemoryFabric(name, network)
+    )
     assert seen["mapped bytes"]
     assert not seen["bytes"], "the fabric reads nothing"
 

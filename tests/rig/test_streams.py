@@ -48,13 +48,21 @@ def test_every_byte_arrives_part_by_part(name: str, way: str) -> None:
 
 
 def loads_of(engine: RigEngine) -> list[Load]:
-    return [load for worker in engine.workers for load in list(thread_of(worker).runner.begun())]
+    return [
+        load
+        for worker in engine.workers
+        for load in list(thread_of(worker).runner.begun())
+    ]
 
 
 def has_read(load: Load, tokens: int) -> bool:
     """Whether what a worker can read of so many tokens has been read."""
     assert isinstance(load.reading, StreamedRead)
-    peer, blocks, stop = load.peer, load.reading.listed, min(tokens, load.order.stop_token)
+    peer, blocks, stop = (
+        load.peer,
+        load.reading.listed,
+        min(tokens, load.order.stop_token),
+    )
     if peer is None or (peer.routes and blocks is None):
         return False
     grows = blocks is not None and blocks.grows
@@ -77,7 +85,9 @@ def listed_blocks(
         first = (
             0
             if grown
-            else draw.randint(0, next(index for index, block in enumerate(whole) if block))
+            else draw.randint(
+                0, next(index for index, block in enumerate(whole) if block)
+            )
         )
         lists.append(whole[first:])
         held_from.append(first * span)
@@ -89,7 +99,11 @@ def early_step(pair: Pair) -> int:
     groups = cache_groups(pair.model, pair.producer)
     shards = pair.producer.shards
     return math.lcm(
-        *(span_of(shards, x.policy, x.block_tokens) for x in groups if x.holds_every_token)
+        *(
+            span_of(shards, x.policy, x.block_tokens)
+            for x in groups
+            if x.holds_every_token
+        )
     )
 
 
@@ -124,16 +138,26 @@ def check_stream(
         stream = producer.leases.streams.begin(lease)
         assert stream is not None
         lists, held_from = listed_blocks(request, spans, grows, draw)
-        params = producer.signed(lease, ((),) * num_groups, request.num_tokens, stream.row)
+        params = producer.signed(
+            lease, ((),) * num_groups, request.num_tokens, stream.row
+        )
         ticket = msgspec.structs.replace(params.kvferry, held_from=held_from)
-        params = sign_params(msgspec.structs.replace(params, kvferry=ticket), producer.mac_key)
+        params = sign_params(
+            msgspec.structs.replace(params, kvferry=ticket), producer.mac_key
+        )
         consumer.order_load(
-            REQUEST, params, request.first_token, request.stop_token, lambda _: request.local
+            REQUEST,
+            params,
+            request.first_token,
+            request.stop_token,
+            lambda _: request.local,
         )
         consumer.step()
         loads, records = partial(loads_of, consumer), consumer.seen.load_records
         step_until(
-            lambda: len(loads()) + len(records) == len(consumer.workers), "all have begun", consumer
+            lambda: len(loads()) + len(records) == len(consumer.workers),
+            "all have begun",
+            consumer,
         )
         has_states = any(group.policy == "state" for group in groups)
         done = read = 0
@@ -141,13 +165,16 @@ def check_stream(
         def listed(tokens: int, *, is_last: bool) -> tuple[tuple[int, ...], ...]:
             sides = zip(lists, spans, grows, strict=True)
             return tuple(
-                ids[: -(-tokens // span)] if grown else ids * is_last for ids, span, grown in sides
+                ids[: -(-tokens // span)] if grown else ids * is_last
+                for ids, span, grown in sides
             )
 
         while done < request.num_tokens:
             done = min(done + draw.randint(1, 30), request.num_tokens)
             is_last = done == request.num_tokens and not has_states
-            producer.leases.streams.publish(lease, stream, done, listed(done, is_last=is_last))
+            producer.leases.streams.publish(
+                lease, stream, done, listed(done, is_last=is_last)
+            )
             if is_last:
                 producer.leases.complete(REQUEST)
             producer.step()
@@ -157,16 +184,28 @@ def check_stream(
                 all_have_read = partial(have_read, consumer, read)
                 step_until(all_have_read, f"{read} tokens are read", consumer)
         if has_states:
-            producer.leases.streams.publish(lease, stream, done, listed(done, is_last=True))
+            producer.leases.streams.publish(
+                lease, stream, done, listed(done, is_last=True)
+            )
             producer.leases.finish(REQUEST)
             producer.step()
         else:
             producer.leases.request_ended(lease)
-        step_until(lambda: consumer.seen.is_over(REQUEST), "the load is over", producer, consumer)
+        step_until(
+            lambda: consumer.seen.is_over(REQUEST),
+            "the load is over",
+            producer,
+            consumer,
+        )
         assert REQUEST in consumer.seen.loaded, consumer.seen.failed
         for memory, snapshot in zip(consumer.memories, before, strict=True):
             memory.check_loaded(snapshot, consumer.description.groups, request, numbers)
-        step_until(lambda: REQUEST in producer.seen.sent, "the blocks are free", producer, consumer)
+        step_until(
+            lambda: REQUEST in producer.seen.sent,
+            "the blocks are free",
+            producer,
+            consumer,
+        )
         early = [record.early_bytes for record in records]
         assert any(early) or read <= request.first_token
         return early, read
@@ -191,7 +230,9 @@ def test_any_pair_is_byte_exact_part_by_part(
     def hold(pair: Pair, way: WorkerSettings, number: int) -> None:
         policies = {group.policy for group in pair.model.groups}
         pair = replace(
-            pair, producer=without_dtype(pair.producer), consumer=without_dtype(pair.consumer)
+            pair,
+            producer=without_dtype(pair.producer),
+            consumer=without_dtype(pair.consumer),
         )
         request = pair.request
         assume(

@@ -29,7 +29,9 @@ def source_of(lease: int, tokens: int = 300) -> RemotePrefill:
     """Params under the n-th lease."""
     params = params_of_length(tokens, remote_host=f"10.0.0.{lease % 2}")
     ticket = make_ticket(
-        lease_slot=lease, lease_epoch=f"{lease + 1:015x}", digests=params.kvferry.digests
+        lease_slot=lease,
+        lease_epoch=f"{lease + 1:015x}",
+        digests=params.kvferry.digests,
     )
     return params_of_length(tokens, remote_host=params.remote_host, kvferry=ticket)
 
@@ -72,7 +74,9 @@ class ConsumerHistories(RuleBasedStateMachine):
 
     def some(self, data: st.DataObject, *states: str) -> str:
         return data.draw(
-            st.sampled_from([name for name, one in self.model.items() if one.state in states])
+            st.sampled_from(
+                [name for name, one in self.model.items() if one.state in states]
+            )
         )
 
     def has(self, *states: str) -> bool:
@@ -81,7 +85,9 @@ class ConsumerHistories(RuleBasedStateMachine):
     def claimed(self, source: RemotePrefill) -> bool:
         key = RemoteLease.from_params(source).key
         waiting = [
-            one for one in self.model.values() if one.state in ("offered", "loading", "aborted")
+            one
+            for one in self.model.values()
+            if one.state in ("offered", "loading", "aborted")
         ]
         return any(RemoteLease.from_params(one.source).key == key for one in waiting)
 
@@ -94,7 +100,11 @@ class ConsumerHistories(RuleBasedStateMachine):
         if kind is not RenewLease:
             self.ended.append(key)
 
-    @rule(lease=st.integers(0, 4), shared=st.sampled_from([0, 256, 300]), is_turn=st.booleans())
+    @rule(
+        lease=st.integers(0, 4),
+        shared=st.sampled_from([0, 256, 300]),
+        is_turn=st.booleans(),
+    )
     def offer(self, lease: int, shared: int, is_turn: bool) -> None:
         self.requests += 1
         source, request_id = source_of(lease), f"r{self.requests}"
@@ -161,14 +171,18 @@ class ConsumerHistories(RuleBasedStateMachine):
             reasons["not_wanted" if one.matched else "below_threshold"] += (
                 one.asked_with < one.shared
             )
-        assert reasons == {why: self.counters.total("local_recomputes", why) for why in reasons}
+        assert reasons == {
+            why: self.counters.total("local_recomputes", why) for why in reasons
+        }
 
     @precondition(lambda self: self.has("loading", "aborted"))
     @rule(data=st.data(), good=st.booleans())
     def workers_report(self, data: st.DataObject, good: bool) -> None:
         request_id = self.some(data, "loading", "aborted")
         one = self.model[request_id]
-        reported = self.ledger.loaded(request_id) if good else self.ledger.failed(request_id)
+        reported = (
+            self.ledger.loaded(request_id) if good else self.ledger.failed(request_id)
+        )
         assert reported is not None
         assert reported.source == one.source
         self.expect(ForgetLease if good else ReleaseLease, one.source)
@@ -177,10 +191,14 @@ class ConsumerHistories(RuleBasedStateMachine):
         else:
             one.state = "loaded" if good else "failed"
 
-    @precondition(lambda self: self.has("offered", "loading", "loaded", "failed", "declined"))
+    @precondition(
+        lambda self: self.has("offered", "loading", "loaded", "failed", "declined")
+    )
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        request_id = self.some(data, "offered", "loading", "loaded", "failed", "declined")
+        request_id = self.some(
+            data, "offered", "loading", "loaded", "failed", "declined"
+        )
         one = self.model[request_id]
         self.ledger.finished(request_id)
         if one.state == "loading":
@@ -202,7 +220,10 @@ class ConsumerHistories(RuleBasedStateMachine):
                 assert order.source == one.source
                 assert order.first_token == one.asked_with
                 assert one.asked_with < order.stop_token <= one.shared
-        commands = [(type(command), command.lease.key) for command in self.ledger.take_commands()]
+        commands = [
+            (type(command), command.lease.key)
+            for command in self.ledger.take_commands()
+        ]
         assert commands == self.expected
         self.ever += commands
         self.expected = []
@@ -227,7 +248,10 @@ class ConsumerHistories(RuleBasedStateMachine):
                 self.ledger.loaded(name)
         self.ledger.check_integrity()
         assert len(self.ledger) == 0
-        self.ever += [(type(command), command.lease.key) for command in self.ledger.take_commands()]
+        self.ever += [
+            (type(command), command.lease.key)
+            for command in self.ledger.take_commands()
+        ]
         kept: Counter[LeaseKey] = Counter()
         for kind, key in self.ever:
             if kind is RenewLease:

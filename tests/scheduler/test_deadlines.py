@@ -45,7 +45,9 @@ def test_leases_that_expire_one_by_one_are_not_all_visited_in_every_step(
     while now_s < deadlines[-1] + 2 * LEASES * SCAN_S:
         now_s += STEP_S
         ledger.take_orders(now_s)
-        due = sum(deadline_s + LEASES * SCAN_S + STEP_S < now_s for deadline_s in deadlines)
+        due = sum(
+            deadline_s + LEASES * SCAN_S + STEP_S < now_s for deadline_s in deadlines
+        )
         assert len(ledger.block_references.ending) >= due
     assert len(ledger.block_references.ending) == LEASES
     assert len(visits) < LEASES / 2

@@ -19,7 +19,9 @@ KEYS = st.tuples(
 
 
 @given(st.lists(KEYS, max_size=40), st.integers(1, 8))
-def test_the_last_leases_are_known_and_no_others(added: list[LeaseKey], limit: int) -> None:
+def test_the_last_leases_are_known_and_no_others(
+    added: list[LeaseKey], limit: int
+) -> None:
     ended, model = EndedLeases(limit), list[LeaseKey]()
     for key in added:
         ended.add(key)
@@ -27,7 +29,8 @@ def test_the_last_leases_are_known_and_no_others(added: list[LeaseKey], limit: i
             model = [*model, key][-limit:]
         assert len(ended) == len(model)
         assert all(
-            (one in ended) == (one in model) for one in [*added, ("0" * 32, 0, "0" * 14 + "1")]
+            (one in ended) == (one in model)
+            for one in [*added, ("0" * 32, 0, "0" * 14 + "1")]
         )
 
 

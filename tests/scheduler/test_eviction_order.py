@@ -13,7 +13,13 @@ from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.block_references import BlockReferences
-from kvferry.scheduler.producer.eviction_order import Demand, Rank, candidates, evict, rank_of
+from kvferry.scheduler.producer.eviction_order import (
+    Demand,
+    Rank,
+    candidates,
+    evict,
+    rank_of,
+)
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
@@ -107,7 +113,9 @@ def test_eviction_ends_as_many_leases_as_needed_and_none_that_frees_nothing(
 ) -> None:
     names = [f"{index}" for index in range(len(leases))]
     ranks = {name: rank for name, (_, rank) in zip(names, leases, strict=True)}
-    pool = Pool({name: blocks for name, (blocks, _) in zip(names, leases, strict=True)}, running)
+    pool = Pool(
+        {name: blocks for name, (blocks, _) in zip(names, leases, strict=True)}, running
+    )
     references = counting(pool.owners)
     turns = (Rank.IDLE_TURN, Rank.CLAIMED_TURN)
     made = {
@@ -129,7 +137,8 @@ def test_eviction_ends_as_many_leases_as_needed_and_none_that_frees_nothing(
         references.end(lease)
 
     in_order = [
-        (ranks[name], made[name]) for name in sorted(names, key=lambda name: (ranks[name], name))
+        (ranks[name], made[name])
+        for name in sorted(names, key=lambda name: (ranks[name], name))
     ]
     assert references.num_leased() == pool.leased()
     is_met = evict(in_order, references, references.num_leased(), demand, end)
@@ -140,10 +149,16 @@ def test_eviction_ends_as_many_leases_as_needed_and_none_that_frees_nothing(
     references.check_integrity()
     for lease in made.values():
         references.free(lease)
-    assert (len(references), references.num_coming(), references.num_requests) == (0, 0, 0)
+    assert (len(references), references.num_coming(), references.num_requests) == (
+        0,
+        0,
+        0,
+    )
 
 
-def test_a_kept_block_without_references_in_the_pool_is_reported_with_both_counts() -> None:
+def test_a_kept_block_without_references_in_the_pool_is_reported_with_both_counts() -> (
+    None
+):
     references = counting({1: 2, 2: 1, 3: 0}.__getitem__)
     leases = [
         ProducerLease("a", block_ids=(1, 2)),
@@ -154,7 +169,9 @@ def test_a_kept_block_without_references_in_the_pool_is_reported_with_both_count
         references.keep(lease)
     references.check_integrity()
     references.keep(leases[2])
-    with pytest.raises(LocalProtocolError, match="block 3: 1 leases keep it, the pool counts 0"):
+    with pytest.raises(
+        LocalProtocolError, match="block 3: 1 leases keep it, the pool counts 0"
+    ):
         references.check_integrity()
 
 
@@ -170,7 +187,8 @@ def test_counts_that_differ_from_the_blocks_of_the_leases_are_reported(
     references.check_integrity()
     lease.block_ids = changed
     with pytest.raises(
-        LocalProtocolError, match=r"block references: \d held \+ \d ending, \d \+ \d by lease"
+        LocalProtocolError,
+        match=r"block references: \d held \+ \d ending, \d \+ \d by lease",
     ):
         references.check_integrity()
 
@@ -219,7 +237,12 @@ def test_the_longest_held_goes_first_and_one_that_is_read_goes_last() -> None:
     first = leases["p1"]
     assert first is not None
     assert ledger.renew(first.name)
-    assert [lease.request_id for _, lease in candidates(ledger)] == ["t1", "p2", "p3", "p1"]
+    assert [lease.request_id for _, lease in candidates(ledger)] == [
+        "t1",
+        "p2",
+        "p3",
+        "p1",
+    ]
     for _, lease in candidates(ledger)[:2]:
         ledger.end(lease, "evicted")
     ledger.check_integrity()

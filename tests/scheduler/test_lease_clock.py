@@ -25,7 +25,9 @@ HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
 class Clocked:
     """A ledger with one lease and a caller's clock."""
 
-    def __init__(self, use: LeaseUse = LeaseUse.PROMPT, turn_s: float | None = None) -> None:
+    def __init__(
+        self, use: LeaseUse = LeaseUse.PROMPT, turn_s: float | None = None
+    ) -> None:
         self.now_s = 100.0
         self.counters = Counters()
         self.ledger = ProducerLedger(4, LEASE_S, self.counters, turn_s=turn_s)
@@ -84,7 +86,9 @@ def test_a_renewal_gives_the_full_time_again() -> None:
 
 
 @promise(5)
-def test_a_consumer_that_stalls_for_less_than_the_lease_minus_one_heartbeat_loses_nothing() -> None:
+def test_a_consumer_that_stalls_for_less_than_the_lease_minus_one_heartbeat_loses_nothing() -> (
+    None
+):
     clocked = Clocked()
     lease = clocked.finish()
     clocked.step()
@@ -161,7 +165,9 @@ def test_an_idle_engine_loses_no_time_because_its_listener_winds_the_clock() -> 
         listener.close()
 
 
-def test_a_renewal_counts_from_its_arrival_and_not_from_the_step_that_applies_it() -> None:
+def test_a_renewal_counts_from_its_arrival_and_not_from_the_step_that_applies_it() -> (
+    None
+):
     clocked = Clocked()
     lease = clocked.finish()
     clocked.step()

@@ -28,7 +28,11 @@ from kvferry.scheduler.consumer.pending_queries import (
     PendingQueries,
 )
 from kvferry.scheduler.producer import prompt_directory
-from kvferry.scheduler.producer.prompt_directory import KEPT_S, SUBSCRIPTION_S, PromptDirectory
+from kvferry.scheduler.producer.prompt_directory import (
+    KEPT_S,
+    SUBSCRIPTION_S,
+    PromptDirectory,
+)
 
 PRODUCER = ("host", 1)
 PROMPTS = [Prompt(tokens=list(range(n, n + 5))) for n in range(2)]
@@ -52,7 +56,9 @@ class Histories(RuleBasedStateMachine):
         self.queries = PendingQueries()
         self.count = 0
         self.prefills: dict[str, int] = {}  # request to prompt, until it is over
-        self.asking: dict[int, tuple[str, int]] = {}  # open number to request and prompt
+        self.asking: dict[
+            int, tuple[str, int]
+        ] = {}  # open number to request and prompt
         self.open: dict[int, PromptQuery] = {}
         self.answers: list[Answer] = []
         self.tickets: dict[str, int] = {}  # request that was promised, to number
@@ -79,7 +85,9 @@ class Histories(RuleBasedStateMachine):
     @rule(key=KEYS, which=WHICH)
     def decode(self, key: str, which: int) -> None:
         self.count += 1
-        assert self.queries.start(f"d{self.count}", PRODUCER, key, 5, DIGESTS[which], self.now_s)
+        assert self.queries.start(
+            f"d{self.count}", PRODUCER, key, 5, DIGESTS[which], self.now_s
+        )
         (command,) = self.queries.take_commands()
         assert isinstance(command, StartQuery)
         self.open[command.query.number] = command.query
@@ -115,7 +123,9 @@ class Histories(RuleBasedStateMachine):
             self.deliver(answer)
 
     def deliver(self, answer: Answer) -> None:
-        opened = self.queries.answered(PRODUCER, answer.number, answer.progress, self.now_s)
+        opened = self.queries.answered(
+            PRODUCER, answer.number, answer.progress, self.now_s
+        )
         assert (opened is not None) == (
             answer.number in self.open
             and answer.progress in (PromptProgress.TICKET, PromptProgress.OVER)
@@ -125,9 +135,10 @@ class Histories(RuleBasedStateMachine):
             if answer.progress is PromptProgress.TICKET:
                 params = decoded(answer)
                 assert params["which"] == which, "a ticket for another prompt"
-                assert self.tickets.setdefault(params["name"], answer.number) == answer.number, (
-                    "given twice"
-                )
+                assert (
+                    self.tickets.setdefault(params["name"], answer.number)
+                    == answer.number
+                ), "given twice"
 
     @rule(passed_s=st.sampled_from([1.0, UNKNOWN_S, SUBSCRIPTION_S + KEPT_S]))
     def wait(self, passed_s: float) -> None:
@@ -162,7 +173,9 @@ class Histories(RuleBasedStateMachine):
                 for answer in self.directory.subscribe(
                     b"peer", Subscribe(client_id="d", queries=tuple(self.open.values()))
                 ).answers:
-                    if self.queries.answered(PRODUCER, answer.number, answer.progress, self.now_s):
+                    if self.queries.answered(
+                        PRODUCER, answer.number, answer.progress, self.now_s
+                    ):
                         self.settle(answer.number)
         self.now_s += UNKNOWN_S
         for opened in self.queries.give_up(self.now_s):
@@ -182,7 +195,9 @@ def test_a_change_is_pushed_once_to_who_has_asked() -> None:
     woken: list[int] = []
     directory = PromptDirectory()
     directory.wake = lambda: woken.append(1)
-    (answer,) = directory.subscribe(b"peer", Subscribe(client_id="d", queries=(query(),))).answers
+    (answer,) = directory.subscribe(
+        b"peer", Subscribe(client_id="d", queries=(query(),))
+    ).answers
     assert answer.progress is PromptProgress.UNKNOWN
     directory.arrived("p", "x", PROMPTS[0], 5)
     directory.ticket("p", {"a": 1})
@@ -195,7 +210,9 @@ def test_a_change_is_pushed_once_to_who_has_asked() -> None:
     assert directory.changes() == []
 
 
-def test_questions_and_prompts_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_and_prompts_are_bounded_and_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prompt_directory, "MAX_PROMPTS", 4)
     monkeypatch.setattr(prompt_directory, "MAX_SUBSCRIPTIONS", 4)
     now_s = [0.0]
@@ -227,12 +244,15 @@ def test_a_change_is_looked_at_for_the_question_that_it_answers_and_not_for_all_
     for number in range(count):
         directory.arrived(f"p{number}", "x", Prompt(tokens=[number]), 1)
     queries = [
-        PromptQuery(number=n, key="x", num_tokens=1, digest=digest_chain(Prompt(tokens=[n]))[-1])
+        PromptQuery(
+            number=n, key="x", num_tokens=1, digest=digest_chain(Prompt(tokens=[n]))[-1]
+        )
         for n in range(count)
     ]
     for start in range(0, count, 250):
         directory.subscribe(
-            b"peer", Subscribe(client_id="d", queries=tuple(queries[start : start + 250]))
+            b"peer",
+            Subscribe(client_id="d", queries=tuple(queries[start : start + 250])),
         )
     looked_at: list[int] = []
     answer = directory._answer
@@ -249,7 +269,9 @@ def test_a_change_is_looked_at_for_the_question_that_it_answers_and_not_for_all_
     assert sorted(looked_at) == list(range(count))
 
 
-def test_every_prompt_is_digested_once_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_prompt_is_digested_once_whatever_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     digested: list[int] = []
 
     class Chain(GrowingChain):
@@ -309,7 +331,9 @@ def test_the_engines_thread_never_waits_for_the_listeners(what: str) -> None:
     assert busy.is_alive()
     may_go_on.set()
     busy.join()
-    (found,) = directory.subscribe(b"peer", Subscribe(client_id="e", queries=(query(),))).answers
+    (found,) = directory.subscribe(
+        b"peer", Subscribe(client_id="e", queries=(query(),))
+    ).answers
     assert (found.progress, decoded(found)) == (PromptProgress.TICKET, {"a": 1})
 
 
@@ -328,7 +352,9 @@ def test_a_question_that_comes_with_its_prompt_is_answered_or_waits_for_a_wake(
         take_news()
 
     monkeypatch.setattr(directory, "_take_news", take_news_late)
-    (found,) = directory.subscribe(b"peer", Subscribe(client_id="d", queries=(query(),))).answers
+    (found,) = directory.subscribe(
+        b"peer", Subscribe(client_id="d", queries=(query(),))
+    ).answers
     assert found.progress is PromptProgress.QUEUED
 
 
@@ -370,7 +396,9 @@ def test_a_question_keeps_its_prompt_when_an_equal_one_of_the_same_id_arrives() 
     ]
 
 
-def opened(queries: PendingQueries, count: int, host: str = "host", first: int = 0) -> list[str]:
+def opened(
+    queries: PendingQueries, count: int, host: str = "host", first: int = 0
+) -> list[str]:
     """As many questions of requests that wait, at the time 0."""
     names = [f"{host}-{number}" for number in range(first, first + count)]
     for name in names:
@@ -408,7 +436,9 @@ def test_questions_of_ended_requests_leave_room_for_others_whatever_their_produc
     ("progress", "kept_s"),
     [(PromptProgress.QUEUED, ENDED_S), (PromptProgress.UNKNOWN, ENDED_UNKNOWN_S)],
 )
-def test_a_question_ends_soon_after_its_request(progress: PromptProgress, kept_s: float) -> None:
+def test_a_question_ends_soon_after_its_request(
+    progress: PromptProgress, kept_s: float
+) -> None:
     pending_queries = PendingQueries()
     ends, waits = opened(pending_queries, 2)
     ended, waiting = numbers(pending_queries)
@@ -417,7 +447,9 @@ def test_a_question_ends_soon_after_its_request(progress: PromptProgress, kept_s
     pending_queries.finished(ends)
     assert not list(pending_queries.give_up(2.0))
     assert pending_queries.next_s() == 2.0 + kept_s
-    pending_queries.answered(PRODUCER, ended, progress, 2.0 + kept_s / 2)  # it is repeated
+    pending_queries.answered(
+        PRODUCER, ended, progress, 2.0 + kept_s / 2
+    )  # it is repeated
     assert not list(pending_queries.give_up(2.0 + kept_s * 0.99))
     (given_up,) = pending_queries.give_up(2.0 + kept_s)
     assert given_up.query.number == ended
@@ -446,18 +478,25 @@ def test_a_host_with_all_places_gives_its_newest_up_for_a_host_with_fewer_and_no
     pending_queries = PendingQueries()
     opened(pending_queries, 8)
     assert not pending_queries.start("more", PRODUCER, "x", 5, DIGESTS[0], 0.0)
-    assert not pending_queries.start("more", (PRODUCER[0].upper(), 1), "x", 5, DIGESTS[0], 0.0), (
-        "the same host"
-    )
+    assert not pending_queries.start(
+        "more", (PRODUCER[0].upper(), 1), "x", 5, DIGESTS[0], 0.0
+    ), "the same host"
     opened(pending_queries, 4, "other")
     assert not pending_queries.start("more", ("other", 1), "x", 5, DIGESTS[0], 0.0)
     crowded_out = list(pending_queries.give_up(0.0))
-    assert [one.request_id for one in crowded_out] == ["host-7", "host-6", "host-5", "host-4"]
+    assert [one.request_id for one in crowded_out] == [
+        "host-7",
+        "host-6",
+        "host-5",
+        "host-4",
+    ]
     assert all(one.waits and one.is_crowded_out for one in crowded_out)
     assert len(pending_queries) == len(pending_queries.snapshot().open) == 8
 
 
-def test_the_largest_host_is_found_among_very_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_host_is_found_among_very_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "MAX_OPEN", 1000)
     pending_queries = PendingQueries()
     opened(pending_queries, 301, "large")

@@ -32,7 +32,8 @@ def test_the_producer_of_a_prompt_is_prewarmed_by_the_orders_of_the_next_step_an
     assert loads.offer("d3", source(3, remote_port=77), 300, 5.0) is None
     orders = next_orders(leases, loads, BOOT, 5.0)
     assert [
-        (prewarm.engine_id, prewarm.host, prewarm.port, prewarm.boot) for prewarm in orders.prewarms
+        (prewarm.engine_id, prewarm.host, prewarm.port, prewarm.boot)
+        for prewarm in orders.prewarms
     ] == [
         ("prefill-0", "10.0.0.1", 5600, BOOT),
         ("prefill-0", "10.0.0.1", 77, BOOT),
@@ -57,7 +58,9 @@ def test_a_request_that_is_computed_here_prewarms_no_producer(
     assert loads.prewarms.take() == ()
 
 
-def test_after_a_while_and_after_a_failed_load_the_next_request_names_its_producer_again() -> None:
+def test_after_a_while_and_after_a_failed_load_the_next_request_names_its_producer_again() -> (
+    None
+):
     """A worker may have dropped it, and does not report that."""
     loads = ConsumerLedger(Counters())
     loads.offer("d1", source(1), 300, 0.0)
@@ -91,7 +94,9 @@ def test_remembered_producers_and_prewarms_of_one_step_are_bounded(
         prewarms.expect(Prewarm.from_params(make_params(remote_port=1 + number)), 1.0)
         prewarms.take()
     prewarms.expect(named[0], 1.0)
-    assert prewarms.take() == (named[0],), "the oldest was forgotten, and is named again"
+    assert prewarms.take() == (named[0],), (
+        "the oldest was forgotten, and is named again"
+    )
 
 
 def test_one_host_leaves_prewarms_of_a_step_for_others() -> None:
@@ -99,7 +104,9 @@ def test_one_host_leaves_prewarms_of_a_step_for_others() -> None:
     prewarms = PrewarmQueue()
     for port in range(1, 200):
         host = ("10.0.0.1", "10.0.0.1.", "0xa.1", "[10.0.0.1]")[port % 4]
-        prewarms.expect(Prewarm.from_params(make_params(remote_host=host, remote_port=port)), 0.0)
+        prewarms.expect(
+            Prewarm.from_params(make_params(remote_host=host, remote_port=port)), 0.0
+        )
     other = Prewarm.from_params(make_params(remote_host="10.0.1.1"))
     prewarms.expect(other, 0.0)
     taken = prewarms.take()
@@ -109,7 +116,9 @@ def test_one_host_leaves_prewarms_of_a_step_for_others() -> None:
     assert len(prewarms.take()) == 1, "each step has all of them"
 
 
-def test_a_static_producer_is_prewarmed_once_and_requests_need_not_name_it_for_a_while() -> None:
+def test_a_static_producer_is_prewarmed_once_and_requests_need_not_name_it_for_a_while() -> (
+    None
+):
     loads = ConsumerLedger(Counters())
     static = msgspec.structs.replace(PRODUCER, is_static=True)
     loads.prewarms.expect(static, 0.0)

@@ -70,7 +70,9 @@ class ProducerHistories(RuleBasedStateMachine):
         self.ledger.take_orders(self.now_s)  # the clock begins
         self.clock_s = 0.0
         self.reports: dict[str, int] = {}
-        self.unfinished = dict.fromkeys(LeaseUse, 0)  # released while their requests ran
+        self.unfinished = dict.fromkeys(
+            LeaseUse, 0
+        )  # released while their requests ran
 
     def draw_epoch(self) -> Epoch:
         self.epochs += 1
@@ -78,7 +80,9 @@ class ProducerHistories(RuleBasedStateMachine):
 
     def some(self, data: st.DataObject, *phases: str) -> str:
         return data.draw(
-            st.sampled_from([name for name, lease in self.model.items() if lease.phase in phases])
+            st.sampled_from(
+                [name for name, lease in self.model.items() if lease.phase in phases]
+            )
         )
 
     def has(self, *phases: str) -> bool:
@@ -115,7 +119,9 @@ class ProducerHistories(RuleBasedStateMachine):
         assert self.ledger.open(request_id) == free
         lease = self.model.pop(request_id)
         if free:
-            self.model[request_id] = Modelled(self.epochs, lease.use, opens=[self.epochs])
+            self.model[request_id] = Modelled(
+                self.epochs, lease.use, opens=[self.epochs]
+            )
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), use=st.sampled_from(LeaseUse))
@@ -177,12 +183,16 @@ class ProducerHistories(RuleBasedStateMachine):
         lease.deadline_s = max(lease.deadline_s, self.clock_s + LEASE_S)
 
     @rule(slot=st.integers(0, SLOTS + 1), epoch=st.integers(1, 3), data=st.data())
-    def unknown_names_are_refused(self, slot: int, epoch: int, data: st.DataObject) -> None:
+    def unknown_names_are_refused(
+        self, slot: int, epoch: int, data: st.DataObject
+    ) -> None:
         """A guessed epoch, an invalid slot, a lease that is over or computing."""
         guess = LeaseName(slot=slot, epoch=f"{epoch << 50:015x}")
         assert not self.ledger.release(guess)
         assert not self.ledger.renew(guess)
-        unknown = [name for name, x in self.model.items() if x.slot >= 0 and self.is_unknown(x)]
+        unknown = [
+            name for name, x in self.model.items() if x.slot >= 0 and self.is_unknown(x)
+        ]
         if unknown:
             name = data.draw(st.sampled_from(unknown))
             assert not self.ledger.release(self.name_of(name))
@@ -268,7 +278,13 @@ class ProducerHistories(RuleBasedStateMachine):
         name = self.held[data.draw(st.sampled_from(sorted(self.held)))]
         self.report_once(
             self.table.done(
-                Done(slot=name.slot, epoch=name.epoch, consumer=BOOT, worker=0, expected=1)
+                Done(
+                    slot=name.slot,
+                    epoch=name.epoch,
+                    consumer=BOOT,
+                    worker=0,
+                    expected=1,
+                )
             )
         )
 
@@ -290,13 +306,18 @@ class ProducerHistories(RuleBasedStateMachine):
             state = self.ledger.state(name)
             assert state is not None
             assert state.value == lease.phase
-        ended = sum(lease.phase not in ("intended", "computing") for lease in self.model.values())
+        ended = sum(
+            lease.phase not in ("intended", "computing")
+            for lease in self.model.values()
+        )
         assert self.ledger.block_references.num_requests == ended
 
     def teardown(self) -> None:
         """Without further messages everything is free within a lease, or a turn's time, and one step."""
         for name in [
-            name for name, lease in self.model.items() if lease.phase in ("intended", "computing")
+            name
+            for name, lease in self.model.items()
+            if lease.phase in ("intended", "computing")
         ]:
             self.ledger.abandon(name)
             self.forget(self.model.pop(name))
@@ -310,7 +331,9 @@ class ProducerHistories(RuleBasedStateMachine):
         assert set(self.reports.values()) <= {1}
         ways = ("done", "release", "expired", "reset")
         for use in LeaseUse:
-            ended = sum(self.counters.total(f"{use.value}_released", how) for how in ways)
+            ended = sum(
+                self.counters.total(f"{use.value}_released", how) for how in ways
+            )
             abandoned = self.counters.total(f"{use.value}_released", "abandoned")
             assert self.counters.total(f"{use.value}_opened") == ended + abandoned
             offered = ended - self.unfinished[use] if use is LeaseUse.TURN else 0

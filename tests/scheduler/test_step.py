@@ -63,7 +63,9 @@ def test_a_renewal_that_has_arrived_is_applied_before_the_lease_may_expire(
     assert scheduler.step(LEASE_S / HEARTBEATS_PER_LEASE).ends == ()
 
 
-def test_messages_to_another_boot_are_counted_and_change_nothing(scheduler: Scheduler) -> None:
+def test_messages_to_another_boot_are_counted_and_change_nothing(
+    scheduler: Scheduler,
+) -> None:
     name = scheduler.hold()
     scheduler.listener.inbox.put(Release(boot="f" * 32, leases=(name,)))
     scheduler.listener.inbox.put(Renew(boot="f" * 32, leases=(name,)))

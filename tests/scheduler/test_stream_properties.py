@@ -52,7 +52,9 @@ class StreamHistories(ProducerHistories):
 
     def streamed(self, *phases: str) -> list[str]:
         return [
-            name for name in self.blocks if name in self.model and self.model[name].phase in phases
+            name
+            for name in self.blocks
+            if name in self.model and self.model[name].phase in phases
         ]
 
     def lease(self, name: str) -> ProducerLease:
@@ -83,7 +85,9 @@ class StreamHistories(ProducerHistories):
         lease, blocks = self.lease(name), (list(self.blocks[name]),)
         assert lease.stream is not None
         assert lease.stream.goes_on_with(blocks)
-        self.ledger.streams.publish(lease, lease.stream, SPAN * len(self.blocks[name]), blocks)
+        self.ledger.streams.publish(
+            lease, lease.stream, SPAN * len(self.blocks[name]), blocks
+        )
 
     @precondition(lambda self: self.streamed("computing"))
     @rule(data=st.data())
@@ -148,7 +152,9 @@ class StreamHistories(ProducerHistories):
                 self.clear(opened.slot)
             self.table.open(opened)
         for hold in orders.holds:
-            assert hold.epoch not in self.dead, "an epoch whose blocks were given away is held"
+            assert hold.epoch not in self.dead, (
+                "an epoch whose blocks were given away is held"
+            )
             self.held[hold.request_id] = LeaseName(slot=hold.slot, epoch=hold.epoch)
             self.report_once(self.table.hold(hold, FakeMark(over=True)))
         for order in orders.progress:
@@ -188,11 +194,19 @@ class StreamHistories(ProducerHistories):
         for name, row in self.live_rows():
             model, blocks = self.model[name], self.blocks[name]
             if blocks:
-                assert row.header == (f"{self.origin[name]:015x}", f"{model.epoch:015x}")
+                assert row.header == (
+                    f"{self.origin[name]:015x}",
+                    f"{model.epoch:015x}",
+                )
                 assert row.ids == blocks
-                assert self.progress[model.slot] == (f"{model.epoch:015x}", SPAN * len(blocks))
+                assert self.progress[model.slot] == (
+                    f"{model.epoch:015x}",
+                    SPAN * len(blocks),
+                )
             else:
-                assert self.progress.get(model.slot, ("", 0))[0] != f"{model.epoch:015x}"
+                assert (
+                    self.progress.get(model.slot, ("", 0))[0] != f"{model.epoch:015x}"
+                )
 
     def live_rows(self) -> Iterator[tuple[str, Row]]:
         for name in self.streamed("computing", "held"):
@@ -240,7 +254,9 @@ def test_a_lease_that_comes_and_goes_in_a_slot_after_one_that_was_preempted_is_n
     None
 ):
     """All within one step: the workers know the first lease and must end it, and never hear of the second."""
-    ledger = ProducerLedger(1, 30.0, Counters(), draw_epoch=iter(map(Epoch, range(1, 9))).__next__)
+    ledger = ProducerLedger(
+        1, 30.0, Counters(), draw_epoch=iter(map(Epoch, range(1, 9))).__next__
+    )
     assert ledger.open("a", LeaseUse.PROMPT)
     lease = ledger.running("a")
     assert lease is not None
@@ -256,4 +272,6 @@ def test_a_lease_that_comes_and_goes_in_a_slot_after_one_that_was_preempted_is_n
     assert [(opened.row, opened.epoch) for opened in orders.opens] == [
         (stream.row, lease.name.epoch)
     ]
-    assert [(end.request_id, end.epoch) for end in orders.ends] == [("a", lease.name.epoch)]
+    assert [(end.request_id, end.epoch) for end in orders.ends] == [
+        ("a", lease.name.epoch)
+    ]

@@ -17,7 +17,12 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemotePromptState,
 )
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.producer.lease import LEASE_TRANSITIONS, LeaseEvent, LeaseState, LeaseUse
+from kvferry.scheduler.producer.lease import (
+    LEASE_TRANSITIONS,
+    LeaseEvent,
+    LeaseState,
+    LeaseUse,
+)
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from tests.protocol.samples import make_params
 
@@ -46,7 +51,9 @@ REQUEST = "cmpl-1"
 
 def producer_in(state: LeaseState) -> ProducerLedger:
     """A ledger whose only request is in this state."""
-    ledger = ProducerLedger(slots=2, lease_s=30.0, counters=Counters(), draw_epoch=lambda: Epoch(9))
+    ledger = ProducerLedger(
+        slots=2, lease_s=30.0, counters=Counters(), draw_epoch=lambda: Epoch(9)
+    )
     ledger.intend(REQUEST, LeaseUse.PROMPT)
     if state is LeaseState.INTENDED:
         return ledger
@@ -83,7 +90,9 @@ def consumer_in(state: RemotePromptState) -> ConsumerLedger:
 
 def contents(ledger: ProducerLedger | ConsumerLedger) -> dict[str, object]:
     """Everything a ledger knows, comparable by value."""
-    return {name: repr(value) for name, value in vars(ledger).items() if name != "_counters"}
+    return {
+        name: repr(value) for name, value in vars(ledger).items() if name != "_counters"
+    }
 
 
 LEASE_CALLS: dict[LeaseEvent, Callable[[ProducerLedger], object]] = {

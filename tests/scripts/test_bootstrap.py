@@ -23,9 +23,21 @@ def report(version: str, url: str) -> str:
 @pytest.mark.parametrize(
     ("version", "url", "offered"),
     [
-        ("2.13.0+cpu", "file:///w/torch-2.13.0%2Bcpu-cp311-cp311-linux_x86_64.whl", True),
-        ("2.13.0", "https://x/torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl", False),
-        ("2.13.0+cu130", "https://x/torch-2.13.0%2Bcu130-cp311-cp311-linux_x86_64.whl", False),
+        (
+            "2.13.0+cpu",
+            "file:///w/torch-2.13.0%2Bcpu-cp311-cp311-linux_x86_64.whl",
+            True,
+        ),
+        (
+            "2.13.0",
+            "https://x/torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl",
+            False,
+        ),
+        (
+            "2.13.0+cu130",
+            "https://x/torch-2.13.0%2Bcu130-cp311-cp311-linux_x86_64.whl",
+            False,
+        ),
     ],
 )
 def test_the_cpu_build_of_torch_is_distinguished_from_others(
@@ -55,9 +67,13 @@ class FakeEnvironment(Environment):
     def pip(self, *arguments: str) -> None:
         if "--dry-run" in arguments:
             if not self._torch:
-                raise BootstrapError("ERROR: No matching distribution found for torch==2.13.0")
+                raise BootstrapError(
+                    "ERROR: No matching distribution found for torch==2.13.0"
+                )
             url = f"https://x/torch-{self._torch}-cp311-cp311-manylinux_2_28_x86_64.whl"
-            Path(arguments[arguments.index("--report") + 1]).write_text(report(self._torch, url))
+            Path(arguments[arguments.index("--report") + 1]).write_text(
+                report(self._torch, url)
+            )
         else:
             self.asked.append(Path(arguments[-1]).name)
 
@@ -81,7 +97,10 @@ class FakeEnvironment(Environment):
     ids=["nothing", "cpu", "cuda"],
 )
 def test_development_adds_its_tools_to_what_the_accuracy_test_has_installed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtimes: list[str], asked: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    runtimes: list[str],
+    asked: list[str],
 ) -> None:
     made: list[FakeEnvironment] = []
 
@@ -107,7 +126,9 @@ def test_the_environment_holds_one_runtime_at_a_time(
     bootstrap.make(environment, [first])
     environment.asked.clear()
     bootstrap.make(environment, [second, "dev"])
-    assert environment.asked[:2] == ["create", "triton"], "the last of those that are uninstalled"
+    assert environment.asked[:2] == ["create", "triton"], (
+        "the last of those that are uninstalled"
+    )
     assert (environment.holds(first), environment.holds(second)) == (False, True)
     environment.asked.clear()
     bootstrap.make(environment, [second])

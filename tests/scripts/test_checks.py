@@ -16,7 +16,9 @@ from scripts.accuracy.report import Report, show, verdict
 CASES = [Case("one", (1,), max_tokens=2), Case("two", (2,), max_tokens=2)]
 RIGHT = [
     Answer(tokens=(5, 6), logprobs=(-0.1, -0.2), likeliest=({5: -0.1}, {6: -0.2})),
-    Answer(tokens=(7, 8), logprobs=(-0.3, -1.0), likeliest=({7: -0.3}, {8: -1.0, 9: -1.1})),
+    Answer(
+        tokens=(7, 8), logprobs=(-0.3, -1.0), likeliest=({7: -0.3}, {8: -1.0, 9: -1.1})
+    ),
 ]
 EXPECTED = {"one": RIGHT[0], "two": RIGHT[1]}
 FORMULA = Formula(block=128, token_bytes=100, shape="s")
@@ -28,7 +30,9 @@ def failed(found: list[checks.Check]) -> list[str]:
 
 def judged(other: Answer, dtype: str) -> list[str]:
     """Failed checks where the second prompt is answered so."""
-    return failed(checks.judge_tokens(checks.compare(CASES, EXPECTED, [RIGHT[0], other]), dtype))
+    return failed(
+        checks.judge_tokens(checks.compare(CASES, EXPECTED, [RIGHT[0], other]), dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", checks.LIMITS)
@@ -41,10 +45,18 @@ def judged(other: Answer, dtype: str) -> list[str]:
         Answer(error="HTTP 500"),
         Answer(),
     ],
-    ids=["another token", "a token missing", "a log-probability missing", "an error", "nothing"],
+    ids=[
+        "another token",
+        "a token missing",
+        "a log-probability missing",
+        "an error",
+        "nothing",
+    ],
 )
 def test_another_answer_fails(other: Answer, dtype: str) -> None:
-    assert list(checks.compare(CASES, EXPECTED, [RIGHT[0], other]).differences) == ["two"]
+    assert list(checks.compare(CASES, EXPECTED, [RIGHT[0], other]).differences) == [
+        "two"
+    ]
     assert "same tokens as one engine" in judged(other, dtype)
 
 
@@ -67,7 +79,12 @@ def test_log_probabilities_must_be_near(dtype: str, near: float, far: float) -> 
         ((7, 9), {9: -0.05, 8: -1.2}, "bfloat16", False),  # 1.05 for token 9
         ((7, 9), {9: -0.9, 8: -2.1}, "bfloat16", False),  # 1.1 for token 8
         ((7, 9), {9: -0.9}, "bfloat16", False),
-        ((7, 3), {3: -0.9, 8: -1.2}, "bfloat16", False),  # the single engine does not think of it
+        (
+            (7, 3),
+            {3: -0.9, 8: -1.2},
+            "bfloat16",
+            False,
+        ),  # the single engine does not think of it
         ((7, 9), {9: -1.1, 8: -1.1}, "float32", False),
     ],
 )
@@ -76,7 +93,9 @@ def test_another_token_is_right_only_where_both_engines_rate_both_tokens_alike(
 ) -> None:
     other = Answer(tokens, (-0.3, max(likeliest.values())), ({7: -0.3}, likeliest))
     assert (judged(other, dtype) == []) is right
-    in_turn = checks.judge_in_turn(checks.compare(CASES, EXPECTED, [RIGHT[0], other]), 1, 0, dtype)
+    in_turn = checks.judge_in_turn(
+        checks.compare(CASES, EXPECTED, [RIGHT[0], other]), 1, 0, dtype
+    )
     assert in_turn.passed is right
 
 
@@ -84,11 +103,15 @@ def test_another_token_is_right_only_where_both_engines_rate_both_tokens_alike(
     ("prompt", "hit", "blocks"),
     [(1, 0, 1), (127, 0, 1), (128, 0, 1), (129, 0, 2), (256, 128, 1), (257, 256, 1)],
 )
-def test_the_formula_counts_whole_blocks_beyond_the_hit(prompt: int, hit: int, blocks: int) -> None:
+def test_the_formula_counts_whole_blocks_beyond_the_hit(
+    prompt: int, hit: int, blocks: int
+) -> None:
     assert FORMULA.bytes_of([prompt], hit) == blocks * 128 * 100
 
 
-def seen(nixl: int = 12800, planned: int = 12800, local: int = 0, prompt: int = 100) -> Seen:
+def seen(
+    nixl: int = 12800, planned: int = 12800, local: int = 0, prompt: int = 100
+) -> Seen:
     return Seen((prompt,), local, nixl, planned)
 
 
@@ -101,7 +124,9 @@ def test_bytes_must_agree_three_times(wrong: Seen) -> None:
 
 
 def test_without_a_formula_every_prompt_moves_something_unless_it_was_a_hit() -> None:
-    assert checks.judge_bytes({"a": seen(), "b": seen(nixl=0, local=100)}, None, True).passed
+    assert checks.judge_bytes(
+        {"a": seen(), "b": seen(nixl=0, local=100)}, None, True
+    ).passed
     found = checks.judge_bytes({"a": seen(), "b": seen(nixl=0)}, None, True)
     assert (found.passed, "nothing for b" in found.detail) == (False, True)
 
@@ -112,7 +137,9 @@ def test_where_rounding_decides_it_decides_for_few_prompts_and_moves_no_mean() -
     cases = [replace(CASES[1], name=str(number)) for number in range(4)]
     expected = {case.name: right for case in cases}
     for differ, passes in ((0, True), (2, True), (3, False), (4, False)):
-        compared = checks.compare(cases, expected, [other] * differ + [right] * (4 - differ))
+        compared = checks.compare(
+            cases, expected, [other] * differ + [right] * (4 - differ)
+        )
         assert compared.is_near("bfloat16")
         assert (failed(checks.judge_tokens(compared, "bfloat16")) == []) is passes
     shifted = replace(RIGHT[1], logprobs=(-0.6, -1.3))

@@ -16,7 +16,10 @@ def test_the_log_is_read_on_from_where_it_was_read_last(tmp_path: Path) -> None:
     assert log.computed() == (0, 0)
     with path.open("a") as file:
         file.write(
-            LINE % (1, 1) + LINE % (2, 30) + "other\n" + (LINE % (1, 5)).partition("kens")[0]
+            LINE % (1, 1)
+            + LINE % (2, 30)
+            + "other\n"
+            + (LINE % (1, 5)).partition("kens")[0]
         )
     assert log.computed() == (3, 31)
     with path.open("a") as file:

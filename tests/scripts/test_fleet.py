@@ -20,7 +20,9 @@ from scripts.accuracy.settings import read_settings
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "hand_out_cores", lambda needs: hand_out_cores(needs, [0, 1]))
+    monkeypatch.setattr(
+        fleet, "hand_out_cores", lambda needs: hand_out_cores(needs, [0, 1])
+    )
 
 
 def test_the_baseline_is_the_decoder_without_a_connector() -> None:
@@ -33,27 +35,43 @@ def test_the_baseline_is_the_decoder_without_a_connector() -> None:
 
 
 def test_prefill_and_decode_have_their_roles_block_sizes_and_cores() -> None:
-    settings = read_settings({"PREFILL_BLOCK_SIZE": "32", "NUM_PREFILL_INSTANCES": "2"}, gpus=0)
+    settings = read_settings(
+        {"PREFILL_BLOCK_SIZE": "32", "NUM_PREFILL_INSTANCES": "2"}, gpus=0
+    )
     planned = plan_fleet(settings, "m", {})
     assert [spec.name for spec in (*planned.prefill, *planned.decode)] == [
         "prefill-0",
         "prefill-1",
         "decode-0",
     ]
-    roles = [spec.transfer.role for spec in (*planned.prefill, *planned.decode) if spec.transfer]
+    roles = [
+        spec.transfer.role
+        for spec in (*planned.prefill, *planned.decode)
+        if spec.transfer
+    ]
     assert roles == ["kv_producer", "kv_producer", "kv_consumer"]
     assert [spec.block_size for spec in planned.prefill] == [32, 32]
     assert planned.decode[0].block_size is None
     assert [spec.devices for spec in planned.prefill] == [("1",), ("0",)]
 
 
-def test_with_dp_ep_decoders_and_baseline_are_data_parallel_with_experts_shared_out() -> None:
+def test_with_dp_ep_decoders_and_baseline_are_data_parallel_with_experts_shared_out() -> (
+    None
+):
     settings = read_settings(
-        {"DP_EP": "1", "MODEL_NAMES": "m", "PREFILLER_TP_SIZE": "2", "DECODER_TP_SIZE": "2"}, gpus=4
+        {
+            "DP_EP": "1",
+            "MODEL_NAMES": "m",
+            "PREFILLER_TP_SIZE": "2",
+            "DECODER_TP_SIZE": "2",
+        },
+        gpus=4,
     )
     planned = plan_fleet(settings, "m", {})
     for spec in (planned.decode[0], planned.baseline):
-        assert "--tensor-parallel-size 1 --data-parallel-size 2" in " ".join(spec.arguments(1))
+        assert "--tensor-parallel-size 1 --data-parallel-size 2" in " ".join(
+            spec.arguments(1)
+        )
         assert "--enable-expert-parallel" in spec.arguments(1)
         assert spec.environment(1)["CUDA_VISIBLE_DEVICES"] == "0,1"
     theirs = " ".join(planned.prefill[0].arguments(1))
@@ -62,7 +80,9 @@ def test_with_dp_ep_decoders_and_baseline_are_data_parallel_with_experts_shared_
     assert "--enable-expert-parallel" not in theirs
 
 
-def test_engines_have_gpus_of_their_own_while_there_are_enough_and_share_them_otherwise() -> None:
+def test_engines_have_gpus_of_their_own_while_there_are_enough_and_share_them_otherwise() -> (
+    None
+):
     assert hand_out_gpus([2, 1, 1], "0123") == [("0", "1"), ("2",), ("3",)]
     assert hand_out_gpus([1, 2], ["5", "7", "GPU-x"]) == [("5",), ("7", "GPU-x")]
     assert hand_out_gpus([1, 1], ["0"]) == [("0",), ("0",)]

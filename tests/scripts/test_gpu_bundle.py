@@ -56,7 +56,9 @@ def kept(library: bytes) -> list[list[tuple[int, int, bytes]]]:
     ]
 
 
-def test_a_pruned_library_has_each_kernel_for_the_gpu_and_every_other_byte_in_its_place() -> None:
+def test_a_pruned_library_has_each_kernel_for_the_gpu_and_every_other_byte_in_its_place() -> (
+    None
+):
     before = b"\x7fELF of the host" + fatbin.MAGIC + b"not a header"
     several = fat_binary(
         image(ELF, 80, b"a" * 100),
@@ -67,13 +69,17 @@ def test_a_pruned_library_has_each_kernel_for_the_gpu_and_every_other_byte_in_it
     only_ptx = fat_binary(
         image(PTX, 80, b"older"), image(PTX, 89, b"newer"), image(PTX, 100, b"too new")
     )
-    foreign = fat_binary(image(ELF, 100, b"large blackwell"), image(ELF, 120, b"blackwell"))
+    foreign = fat_binary(
+        image(ELF, 100, b"large blackwell"), image(ELF, 120, b"blackwell")
+    )
     library = b"".join([before, several, b"between", only_ptx, foreign, b"after"])
     pruned = prune(library, [90])
     assert kept(pruned.library) == [
         [(ELF, 90, b"hopper"), (ELF, 90, b"hopper, sm_90a")],
         [(PTX, 89, b"newer")],
-        [(ELF, 120, b"blackwell")],  # useless there, but an empty one would stop the library
+        [
+            (ELF, 120, b"blackwell")
+        ],  # useless there, but an empty one would stop the library
     ]
     assert len(pruned.library) == len(library)
     assert pruned.library.startswith(before)
@@ -92,14 +98,19 @@ def test_what_is_left_out_is_in_the_projects_lock() -> None:
     assert not [name for name in carried if is_with_torch(name) or name in LEFT_OUT]
 
 
-def test_a_wheel_is_unzipped_as_it_would_be_installed_and_never_outside(tmp_path: Path) -> None:
+def test_a_wheel_is_unzipped_as_it_would_be_installed_and_never_outside(
+    tmp_path: Path,
+) -> None:
     wheel = tmp_path / "a.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("a/__init__.py", "1")
         archive.writestr("a-1.data/platlib/a/module.so", "2")
         archive.writestr("a-1.data/scripts/a", "3")
     unzip(wheel, tmp_path / "site")
-    files = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.*")}
+    files = {
+        str(path.relative_to(tmp_path / "site"))
+        for path in (tmp_path / "site").rglob("*.*")
+    }
     assert files == {"a/__init__.py", "a/module.so"}
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("../outside", "4")
@@ -155,7 +166,10 @@ def test_deliveries_that_come_one_by_one_are_kept_and_the_missing_ones_are_named
             shutil.copy(whole / name, bundle)
         shutil.copytree(whole / number, bundle / number)
         done = run_sh(bundle, home, "--unpack-only")
-        assert (done.returncode, missing in done.stdout) == (3 if missing else 0, True), done
+        assert (done.returncode, missing in done.stdout) == (
+            3 if missing else 0,
+            True,
+        ), done
     assert (home / "bundle" / "other" / "link").exists()
     environment = str(home / "env" / "bin" / "python")
     said = subprocess.run(

@@ -26,11 +26,19 @@ def planned_on(*free_gib: float, quick: bool = False) -> dict[str, Planned]:
     return {one.part.name: one for one in found}
 
 
-def test_every_part_of_the_issue_runs_on_two_gpus_and_what_needs_two_is_named_on_one() -> None:
+def test_every_part_of_the_issue_runs_on_two_gpus_and_what_needs_two_is_named_on_one() -> (
+    None
+):
     assert not [one for one in planned_on(79, 79).values() if one.skipped]
     skipped = {name: one.skipped for name, one in planned_on(79).items() if one.skipped}
-    assert list(skipped) == ["accuracy: equal", "accuracy: TP 2 → 1", "accuracy: TP 1 → 2"]
-    assert set(skipped.values()) == {"needs 2 GPUs with 16 GiB free; of 1 found, 1 have that"}
+    assert list(skipped) == [
+        "accuracy: equal",
+        "accuracy: TP 2 → 1",
+        "accuracy: TP 1 → 2",
+    ]
+    assert set(skipped.values()) == {
+        "needs 2 GPUs with 16 GiB free; of 1 found, 1 have that"
+    }
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -43,20 +51,29 @@ def test_the_accuracy_test_knows_the_variables_of_every_part(device: str) -> Non
     assert len(runs) == (12 if device == "cuda" else 10)
     for part in runs:
         given = [
-            word.split("=", 1) for word in shlex.split(part.command) if re.match("[A-Z_]+=", word)
+            word.split("=", 1)
+            for word in shlex.split(part.command)
+            if re.match("[A-Z_]+=", word)
         ]
-        settings = read_settings({**dict(given), "KVFERRY_DEVICE": device}, gpus=part.workers)
-        assert settings.prefill_workers + settings.decode_workers == part.workers, part.name
+        settings = read_settings(
+            {**dict(given), "KVFERRY_DEVICE": device}, gpus=part.workers
+        )
+        assert settings.prefill_workers + settings.decode_workers == part.workers, (
+            part.name
+        )
 
 
-def test_a_part_sees_its_gpus_only_and_writes_into_its_own_folder(tmp_path: Path) -> None:
+def test_a_part_sees_its_gpus_only_and_writes_into_its_own_folder(
+    tmp_path: Path,
+) -> None:
     one = planned_on(79, 79)["accuracy: equal"]
     environment = environment_of(one, "cuda", tmp_path)
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert environment["LOG_DIR"] == environment["PART"] == str(tmp_path)
     assert "CUDA_VISIBLE_DEVICES" not in environment_of(one, "cpu", tmp_path)
     assert {
-        environment[name] for name in ("KV_CONNECTOR_MODULE", "DTYPE", "MODEL_NAMES", "FORCE_COLOR")
+        environment[name]
+        for name in ("KV_CONNECTOR_MODULE", "DTYPE", "MODEL_NAMES", "FORCE_COLOR")
     } == {""}
 
 
@@ -73,16 +90,40 @@ LOST = BROKEN.format("kvferry")
 JUDGED: list[tuple[str, int | None, str, str, str]] = [
     ("doctor", 0, "ok  ports  free\n\n20 ok\n", "ok", "20 ok"),
     ("doctor", 1, "broken  ports\n\n1 broken\n", "FAILED", "exit status 1: 1 broken"),
-    ("doctor", None, "begun\n", "FAILED", "did not end by its deadline; last line: begun"),
+    (
+        "doctor",
+        None,
+        "begun\n",
+        "FAILED",
+        "did not end by its deadline; last line: begun",
+    ),
     ("relayout: bytes", 0, "..s\n2 passed, 1 skipped\n", "ok", "2 passed, 1 skipped"),
     ("relayout: bytes", 0, "sss\n3 skipped in 0.12s\n", "FAILED", "3 skipped in 0.12s"),
     ("relayout: bandwidth", 0, "share  0.95  met\nwritten", "ok", "written"),
-    ("relayout: bandwidth", 0, "share  0.8  MISSED  \nwritten", "look", "share 0.8 MISSED"),
+    (
+        "relayout: bandwidth",
+        0,
+        "share  0.8  MISSED  \nwritten",
+        "look",
+        "share 0.8 MISSED",
+    ),
     ("reads", 0, READS.format("44.9", "right"), "ok", "right bytes"),
     ("reads", 0, READS.format("10", "right"), "ok", "right bytes"),
-    ("reads", 0, READS.format("9", "right"), "look", "GPU 4 MiB 1 27 9 1814 2153 right"),
+    (
+        "reads",
+        0,
+        READS.format("9", "right"),
+        "look",
+        "GPU 4 MiB 1 27 9 1814 2153 right",
+    ),
     ("reads", 1, READS.format("44.9", "WRONG"), "FAILED", "exit status 1: WRONG bytes"),
-    ("cache probe", 0, "X auto moved whole: kv: bf16\n1", "look", "X auto moved whole: kv: bf16"),
+    (
+        "cache probe",
+        0,
+        "X auto moved whole: kv: bf16\n1",
+        "look",
+        "X auto moved whole: kv: bf16",
+    ),
     ("cache probe", 0, "X auto recognised: k, v\n1 recognised", "ok", "1 recognised"),
     ("beside NixlConnector", 0, f"{LOST}\nwritten", "FAILED", LOST),
     (
@@ -105,7 +146,15 @@ def test_a_part_is_judged_by_its_exit_status_and_its_log(
 def done(mark: str, found: str = "", log: str = "") -> Done:
     memory = ["0: 4 900 4", "process 7 on GPUs 0, 1"]
     return Done(
-        f"a {mark} part", mark, found, 3.0, ("0",), "cat $PART", memory, {"r.json": {"a": 1}}, log
+        f"a {mark} part",
+        mark,
+        found,
+        3.0,
+        ("0",),
+        "cat $PART",
+        memory,
+        {"r.json": {"a": 1}},
+        log,
     )
 
 

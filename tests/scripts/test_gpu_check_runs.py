@@ -69,14 +69,18 @@ def report_in(folder: Path) -> dict[str, Any]:
 def pid_in(folder: Path) -> int:
     """Of the child of the part that hangs."""
     wait_until(
-        lambda: any(path.read_text().strip() for path in folder.glob("gpu-check/*/01/pid")),
+        lambda: any(
+            path.read_text().strip() for path in folder.glob("gpu-check/*/01/pid")
+        ),
         "the part runs",
     )
     (path,) = folder.glob("gpu-check/*/01/pid")
     return int(path.read_text())
 
 
-def test_a_part_that_hangs_is_ended_with_its_processes_and_the_others_run(tmp_path: Path) -> None:
+def test_a_part_that_hangs_is_ended_with_its_processes_and_the_others_run(
+    tmp_path: Path,
+) -> None:
     with checking(tmp_path, "-c", CHECK, "3") as running:
         pid = pid_in(tmp_path)
         said, _ = running.communicate(timeout=120)
@@ -93,7 +97,9 @@ def test_a_part_that_hangs_is_ended_with_its_processes_and_the_others_run(tmp_pa
         "wrong": ("FAILED", "kvferry ended early"),
         "large": ("skipped", "needs 9 GPUs with 2 GiB free; of 4 found, 4 have that"),
     }
-    assert all(word in said for word in ("1/6 hangs", "FAILED in", "needs 9 GPUs", "report.md"))
+    assert all(
+        word in said for word in ("1/6 hangs", "FAILED in", "needs 9 GPUs", "report.md")
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -20,8 +20,14 @@ SMOLLM2: dict[str, Any] = {
 
 
 def test_a_token_of_smollm2_takes_its_keys_and_values_in_all_layers() -> None:
-    assert token_size(SMOLLM2, 1, "float32") == (46080, "30 layers × 3 KV heads × 2 × 64 × 4 B")
-    assert token_size(SMOLLM2, 1, "bfloat16") == (23040, "30 layers × 3 KV heads × 2 × 64 × 2 B")
+    assert token_size(SMOLLM2, 1, "float32") == (
+        46080,
+        "30 layers × 3 KV heads × 2 × 64 × 4 B",
+    )
+    assert token_size(SMOLLM2, 1, "bfloat16") == (
+        23040,
+        "30 layers × 3 KV heads × 2 × 64 × 2 B",
+    )
 
 
 class Hub:
@@ -31,7 +37,9 @@ class Hub:
         self.ignored: list[str] = []
         self.downloads: list[str] = []
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda _, name: list(files))
+        monkeypatch.setattr(
+            "huggingface_hub.HfApi.list_repo_files", lambda _, name: list(files)
+        )
         monkeypatch.setattr("huggingface_hub.snapshot_download", self._download)
 
     def _download(self, name: str, ignore_patterns: list[str]) -> None:
@@ -41,7 +49,9 @@ class Hub:
         self.ignored = ignore_patterns
 
 
-@pytest.mark.parametrize(("end", "other"), [(".safetensors", ".bin"), (".bin", ".safetensors")])
+@pytest.mark.parametrize(
+    ("end", "other"), [(".safetensors", ".bin"), (".bin", ".safetensors")]
+)
 def test_a_model_is_downloaded_before_engines_start_once_in_one_format(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str, other: str
 ) -> None:

@@ -49,11 +49,16 @@ def test_a_server_is_awaited_and_stopped_with_its_children(tmp_path: Path) -> No
     assert log.read_text().startswith("# TOY=1\n# ")
 
 
-def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(
+    tmp_path: Path,
+) -> None:
     with (
-        server("print('no such model: x'); raise SystemExit(3)", tmp_path / "toy.log") as toy,
+        server(
+            "print('no such model: x'); raise SystemExit(3)", tmp_path / "toy.log"
+        ) as toy,
         pytest.raises(
-            ServerFailed, match=r"(?s)toy ended with exit status 3 .*toy\.log.*no such model: x"
+            ServerFailed,
+            match=r"(?s)toy ended with exit status 3 .*toy\.log.*no such model: x",
         ),
     ):
         toy.wait_ready(30)

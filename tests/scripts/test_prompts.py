@@ -29,10 +29,15 @@ def test_hits_are_foreseen_as_a_prefix_cache_finds_them(block: int) -> None:
         if not isinstance(case.prompt, tuple) or case.chat:
             continue
         hit = 0
-        while (hit + 1) * block < len(case.prompt) and case.prompt[: (hit + 1) * block] in known:
+        while (hit + 1) * block < len(case.prompt) and case.prompt[
+            : (hit + 1) * block
+        ] in known:
             hit += 1
         assert case.hit_blocks == hit, case.name
-        known |= {case.prompt[: count * block] for count in range(1, len(case.prompt) // block + 1)}
+        known |= {
+            case.prompt[: count * block]
+            for count in range(1, len(case.prompt) // block + 1)
+        }
 
 
 def test_what_is_asked_at_once_shares_nothing() -> None:

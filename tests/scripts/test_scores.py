@@ -24,7 +24,9 @@ def test_the_same_seed_gives_the_same_questions_and_no_question_is_an_example() 
         assert case.prompt.count(question.text) == 1
         assert case.prompt.endswith(f"Question: {question.text}\nAnswer:")
         assert case.prompt.count("#### ") == 6
-        first, second = question.text.removeprefix("What is ").removesuffix("?").split(" + ")
+        first, second = (
+            question.text.removeprefix("What is ").removesuffix("?").split(" + ")
+        )
         assert question.result == int(first) + int(second)
         # A tokenizer that has a token for every digit, sign and blank before a number needs the most.
         marked = f" {question.worked}\n#### {question.result}".replace("####", "#")
@@ -42,7 +44,9 @@ def test_the_same_seed_gives_the_same_questions_and_no_question_is_an_example() 
         ("\nQuestion: What is 3 + 4?\n#### 7", None),
     ],
 )
-def test_the_final_number_is_taken_by_strict_match(text: str, number: int | None) -> None:
+def test_the_final_number_is_taken_by_strict_match(
+    text: str, number: int | None
+) -> None:
     assert scores.final_number(text) == number
 
 
@@ -72,12 +76,17 @@ def answers(*texts: str) -> list[Answer]:
     ],
 )
 def test_another_answer_or_a_score_of_zero_fails(
-    one_engine: tuple[str, str], router: tuple[str, str], random_weights: bool, passed: bool
+    one_engine: tuple[str, str],
+    router: tuple[str, str],
+    random_weights: bool,
+    passed: bool,
 ) -> None:
     expected, found = (answers(*texts) for texts in (one_engine, router))
     compared = checks.compare(SUMS, {"seven": expected[0], "fifty": expected[1]}, found)
     right = scores.right([SEVEN, FIFTY], expected), scores.right([SEVEN, FIFTY], found)
     assert (
-        checks.judge_arithmetic(compared, right, "float32", random_weights=random_weights).passed
+        checks.judge_arithmetic(
+            compared, right, "float32", random_weights=random_weights
+        ).passed
         is passed
     )

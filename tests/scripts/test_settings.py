@@ -12,7 +12,9 @@ from scripts.accuracy.settings import (
 )
 
 
-def test_without_any_variable_a_machine_without_gpus_compares_exactly_on_the_cpu() -> None:
+def test_without_any_variable_a_machine_without_gpus_compares_exactly_on_the_cpu() -> (
+    None
+):
     settings = read_settings({}, gpus=0)
     assert (settings.device, settings.dtype) == ("cpu", "float32")
     assert settings.models == ("SmolLM2-135M-Instruct",)
@@ -55,7 +57,12 @@ def test_one_gpu_is_enough_for_engines_of_one_worker_each() -> None:
     settings = read_settings({}, gpus=1)
     assert (settings.device, settings.gpus) == ("cuda", ("0",))
     fleet = plan_fleet(settings, "m", {})
-    assert fleet.baseline.devices == fleet.prefill[0].devices == fleet.decode[0].devices == ("0",)
+    assert (
+        fleet.baseline.devices
+        == fleet.prefill[0].devices
+        == fleet.decode[0].devices
+        == ("0",)
+    )
     assert fleet.baseline.shares_gpu_with(fleet.prefill[0])
     assert "share 1 GPUs" in notes(settings, {})[0]
     assert notes(read_settings({}, gpus=2), {}) == []

@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("pyproject.toml", "scripts/test.sh", "scripts/find_python.sh", "tests/conftest.py")
+COPIED = (
+    "pyproject.toml",
+    "scripts/test.sh",
+    "scripts/find_python.sh",
+    "tests/conftest.py",
+)
 HELPERS = ("tests/seeds.py", "tests/waiting.py")
 CHECKS = ("ruff", "mypy", "lint-imports")
 
@@ -42,7 +47,9 @@ def test_drawn(number):
     assert been.exists() or been.touch(), "not the first time"
 """
 IS_NOT_COLLECTED = "raise ValueError\n"
-HANGS_WITH_THE_LOCK = "import ctypes\ndef test_hangs(): ctypes.PyDLL(None).sleep(1000)\n"
+HANGS_WITH_THE_LOCK = (
+    "import ctypes\ndef test_hangs(): ctypes.PyDLL(None).sleep(1000)\n"
+)
 
 
 class Tree:
@@ -75,7 +82,9 @@ class Tree:
     def run(self) -> tuple[int, list[str]]:
         """Exit status, and the lines of the summary."""
         inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("PYTEST_")
         }
         done = subprocess.run(
             ["bash", "scripts/test.sh"],
@@ -120,14 +129,20 @@ def test_one_that_draws_fails_the_run_although_it_passes_alone(tmp_path: Path) -
     """What it drew is seldom drawn again, so that it passes says nothing."""
     tree = Tree(
         tmp_path,
-        {"test_life": DRAWS_AND_FAILS_AT_FIRST, "test_odd": FAILS_AT_FIRST, "test_good": PASSES},
+        {
+            "test_life": DRAWS_AND_FAILS_AT_FIRST,
+            "test_odd": FAILS_AT_FIRST,
+            "test_good": PASSES,
+        },
     )
     status, summary = tree.run()
     failed, unsteady, drawn, checks, _, seed, totals = summary
     assert status == 1
     assert failed == "FAILED tests/test_life.py::test_drawn"
     assert unsteady.startswith("UNSTEADY tests/test_odd.py::test_unsteady ")
-    assert drawn.startswith("DRAWN tests/test_life.py::test_drawn: the same again by KVFERRY_SEED=")
+    assert drawn.startswith(
+        "DRAWN tests/test_life.py::test_drawn: the same again by KVFERRY_SEED="
+    )
     assert checks == "all checks passed"
     assert seed.removeprefix("drawn with ") == drawn.rpartition(" ")[2]
     assert totals.startswith("2 failed, 1 passed in ")
@@ -156,7 +171,9 @@ def test_there_is_no_second_run_where_it_would_hide_something(
 ) -> None:
     tree = Tree(tmp_path, {"test_good": PASSES, **more})
     script = tmp_path / "scripts" / "test.sh"
-    script.write_text(re.sub(r"(?<=faulthandler_timeout=)600\b", "5", script.read_text()))
+    script.write_text(
+        re.sub(r"(?<=faulthandler_timeout=)600\b", "5", script.read_text())
+    )
     status, summary = tree.run()
     assert status == 1
     assert any(line.startswith(f"FAILED {named}") for line in summary)

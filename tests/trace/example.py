@@ -18,15 +18,22 @@ def write_example(folder: Path) -> Path:
     """Write what its engines recorded; always the same."""
     draw = random.Random(8)
     simulation = Simulation()
-    producers = [simulation.engine("prefill-0"), simulation.engine("prefill-1", ahead_ns=7 * MS)]
-    consumers = [simulation.engine(f"decode-{number}", workers=2) for number in range(2)]
+    producers = [
+        simulation.engine("prefill-0"),
+        simulation.engine("prefill-1", ahead_ns=7 * MS),
+    ]
+    consumers = [
+        simulation.engine(f"decode-{number}", workers=2) for number in range(2)
+    ]
     wrong = {
         0: Times(stages={0: {"connecting": 41 * MS}, 1: {"connecting": 38 * MS}}),
         5: Times(prefill_queue=30 * MS, decode_queue=64 * MS),
         7: Times(stages={1: {"reading": 55 * MS}}),
         9: Times(stages={0: {"fence": 30 * MS}, 1: {"fence": 31 * MS}}),
         12: Times(router=33 * MS),
-        15: Times(stages={0: {"queued": 22 * MS}, 1: {"queued": 20 * MS}}, kept=600 * MS),
+        15: Times(
+            stages={0: {"queued": 22 * MS}, 1: {"queued": 20 * MS}}, kept=600 * MS
+        ),
     }
     for number in range(24):
         tokens = draw.choice((1024, 2048, 4096, 8192))
@@ -34,7 +41,10 @@ def write_example(folder: Path) -> Path:
             prefill=tokens * 12_000,
             router=draw.randint(1, 4) * MS,
             decode_queue=draw.randint(200_000, 3 * MS),
-            stages={worker: {"reading": tokens * draw.randint(2600, 3300)} for worker in range(2)},
+            stages={
+                worker: {"reading": tokens * draw.randint(2600, 3300)}
+                for worker in range(2)
+            },
         )
         name = f"7c1e-{1000 + number}"  # the router's
         steps = 8 if number == STREAMED else 0

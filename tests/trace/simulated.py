@@ -55,7 +55,9 @@ class SimulatedProcess:
 
     def lines(self) -> bytes:
         """Its file."""
-        return bytes(_encode([self.started, *sorted(self.events, key=lambda event: event.at_ns)]))
+        return bytes(
+            _encode([self.started, *sorted(self.events, key=lambda event: event.at_ns)])
+        )
 
 
 @dataclass(eq=False)
@@ -170,10 +172,15 @@ class Simulation:
             record(theirs, PrefillStep(at_ns=begun_ns, lease=lease, tokens=stop_token))
             chunks.append((now + (step + 1) * times.prefill // steps, stop_token))
         given_ns = now + times.prefill
-        record(theirs, ParamsGiven(at_ns=given_ns, request=request, lease=lease, tokens=tokens))
+        record(
+            theirs,
+            ParamsGiven(at_ns=given_ns, request=request, lease=lease, tokens=tokens),
+        )
         if consumer is None:
             over_ns = given_ns + times.kept
-            record(theirs, LeaseOver(at_ns=over_ns, request=request, lease=lease, how=how))
+            record(
+                theirs, LeaseOver(at_ns=over_ns, request=request, lease=lease, how=how)
+            )
             return lease
         ours = consumer.scheduler
         name = decode_request or f"{request}-d"
@@ -192,7 +199,10 @@ class Simulation:
         record(ours, arrived)
         now += times.decode_queue
         if not recomputed or reason:
-            record(ours, LoadOrdered(at_ns=now, request=name, first_token=0, stop_token=tokens))
+            record(
+                ours,
+                LoadOrdered(at_ns=now, request=name, first_token=0, stop_token=tokens),
+            )
             ended = LoadEnded(
                 at_ns=0,
                 request=name,
@@ -209,9 +219,14 @@ class Simulation:
             now = max(ends) + times.report
             record(ours, LoadReported(at_ns=now, request=name, good=not reason))
             over_ns = max(ends) + times.kept
-            record(theirs, LeaseOver(at_ns=over_ns, request=request, lease=lease, how=how))
+            record(
+                theirs, LeaseOver(at_ns=over_ns, request=request, lease=lease, how=how)
+            )
         if recomputed:
-            record(ours, Recomputed(at_ns=now, request=name, reason=recomputed, lease=lease))
+            record(
+                ours,
+                Recomputed(at_ns=now, request=name, reason=recomputed, lease=lease),
+            )
         now += times.first_step
         record(ours, DecodeScheduled(at_ns=now, request=name))
         record(ours, Finished(at_ns=now + 50 * MS, request=name))
@@ -220,7 +235,9 @@ class Simulation:
     def processes(self) -> list[SimulatedProcess]:
         """Of all engines."""
         return [
-            process for engine in self.engines for process in (engine.scheduler, *engine.workers)
+            process
+            for engine in self.engines
+            for process in (engine.scheduler, *engine.workers)
         ]
 
     def write(self, folder: Path) -> Path:
@@ -236,7 +253,9 @@ class Simulation:
 
 def record(process: SimulatedProcess, event: AnyEvent) -> None:
     """Record an event of a true time."""
-    process.events.append(msgspec.structs.replace(event, at_ns=event.at_ns + process.ahead_ns))
+    process.events.append(
+        msgspec.structs.replace(event, at_ns=event.at_ns + process.ahead_ns)
+    )
 
 
 def _load(
@@ -277,7 +296,9 @@ def _load(
     for stage, lasted_ns in list(stages.items())[: 3 if ended.reason else None]:
         at_ns = end_ns + worker.ahead_ns
         spans.append(
-            StageSpan(stage=Phase[stage.upper()], begun_ns=at_ns, ended_ns=at_ns + lasted_ns)
+            StageSpan(
+                stage=Phase[stage.upper()], begun_ns=at_ns, ended_ns=at_ns + lasted_ns
+            )
         )
         end_ns += lasted_ns
     early_parts = max(0, len(chunks) - 1)

@@ -32,7 +32,9 @@ def simulated(skews: list[int], draw: random.Random, requests: int = 12) -> Simu
             kept=draw.randint(0, 9) * MS,
         )
         consumer = engines[2 + number % (len(engines) - 2)]
-        simulation.handover(engines[number % 2], consumer, number * MS, times, request=f"r{number}")
+        simulation.handover(
+            engines[number % 2], consumer, number * MS, times, request=f"r{number}"
+        )
     return simulation
 
 
@@ -41,7 +43,10 @@ def test_after_the_shifts_nothing_happens_before_its_cause(
     skews: list[int], draw: random.Random
 ) -> None:
     simulation = simulated(skews, draw)
-    ahead = {clock_of(process.started): process.ahead_ns for process in simulation.processes()}
+    ahead = {
+        clock_of(process.started): process.ahead_ns
+        for process in simulation.processes()
+    }
     found = matched(simulation)
     clocks = compare(found)
     for handover in found:
@@ -58,7 +63,10 @@ def test_after_the_shifts_nothing_happens_before_its_cause(
 
 def test_a_producer_that_is_ahead_is_put_back_and_reported() -> None:
     simulation = Simulation()
-    producer, consumer = simulation.engine("p", ahead_ns=20 * MS), simulation.engine("d")
+    producer, consumer = (
+        simulation.engine("p", ahead_ns=20 * MS),
+        simulation.engine("d"),
+    )
     simulation.handover(producer, consumer, times=Times(router=3 * MS, kept=MS))
     (handover,) = matched(simulation)
     clocks = compare([handover])
@@ -80,7 +88,9 @@ def test_a_clock_that_was_set_meanwhile_leaves_all_other_pairs_shifted() -> None
     other = simulation.engine("other", ahead_ns=20 * MS)
     for number, ahead_ns in enumerate((0, 400 * MS)):
         producer.scheduler.ahead_ns = ahead_ns
-        simulation.handover(producer, consumer, number * 1000 * MS, request=f"r{number}")
+        simulation.handover(
+            producer, consumer, number * 1000 * MS, request=f"r{number}"
+        )
     simulation.handover(other, consumer, request="r3")
     found = matched(simulation)
     clocks = compare(found)
@@ -113,7 +123,9 @@ def test_what_has_no_certain_order_says_nothing_about_clocks(
     consumer.workers[1].started = msgspec.structs.replace(
         consumer.workers[1].started, host="second"
     )
-    simulation.handover(simulation.engine("p"), consumer, times=times, reason=reason, how=how)
+    simulation.handover(
+        simulation.engine("p"), consumer, times=times, reason=reason, how=how
+    )
     assert compare(matched(simulation)) == Clocks()
 
 
@@ -125,4 +137,6 @@ def test_hosts_of_one_engine_have_clocks_of_their_own() -> None:
     there.ahead_ns = -30 * MS
     simulation.handover(simulation.engine("p"), consumer)
     (note,) = compare(matched(simulation)).notes
-    assert note.startswith("clocks of d on second and d on host-of-d differ by at least 29.5")
+    assert note.startswith(
+        "clocks of d on second and d on host-of-d differ by at least 29.5"
+    )

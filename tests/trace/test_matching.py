@@ -51,7 +51,9 @@ def test_every_request_has_all_of_its_events_and_no_other(
     """Ids recur across engines; files come in any order."""
     simulation = Simulation()
     there = [simulation.engine(f"p{number}") for number in range(producers)]
-    here = [simulation.engine(f"d{number}", workers=workers) for number in range(consumers)]
+    here = [
+        simulation.engine(f"d{number}", workers=workers) for number in range(consumers)
+    ]
     names: dict[SimulatedEngine, itertools.count[int]] = {
         engine: itertools.count() for engine in (*there, *here)
     }
@@ -85,7 +87,12 @@ def test_every_request_has_all_of_its_events_and_no_other(
     for one in found:
         assert one.prefill
         assert one.decode
-        assert set(one.prefill.events) == {PrefillArrived, PrefillScheduled, ParamsGiven, LeaseOver}
+        assert set(one.prefill.events) == {
+            PrefillArrived,
+            PrefillScheduled,
+            ParamsGiven,
+            LeaseOver,
+        }
         assert set(one.decode.events) == {
             DecodeArrived,
             LoadOrdered,
@@ -124,7 +131,9 @@ def test_one_half_alone_is_a_handover_too(role: str) -> None:
         simulation.engine("p"), simulation.engine("d"), request="r", decode_request="s"
     )
     (one,) = match(
-        process for process in processes(simulation) if process.started.engine_id == role
+        process
+        for process in processes(simulation)
+        if process.started.engine_id == role
     )
     assert (one.prefill is None, one.decode is None) == (role == "d", role == "p")
     assert one.producer_request == "r"
@@ -137,7 +146,9 @@ def test_loads_without_their_scheduler_are_not_lost() -> None:
         simulation.engine("p"), simulation.engine("d", workers=3), decode_request="s"
     )
     (one,) = match(
-        process for process in processes(simulation) if process.started.part is ProcessRole.WORKER
+        process
+        for process in processes(simulation)
+        if process.started.part is ProcessRole.WORKER
     )
     assert (one.consumer_request, len(one.loads)) == ("s", 3)
 
@@ -147,7 +158,9 @@ def test_a_load_of_which_the_arrival_was_not_recorded_is_not_lost() -> None:
     consumer = simulation.engine("d")
     simulation.handover(simulation.engine("p"), consumer, decode_request="s")
     consumer.scheduler.events[:] = [
-        event for event in consumer.scheduler.events if not isinstance(event, DecodeArrived)
+        event
+        for event in consumer.scheduler.events
+        if not isinstance(event, DecodeArrived)
     ]
     found = {one.consumer_request: one for one in matched(simulation)}
     assert len(found["s"].loads) == 1

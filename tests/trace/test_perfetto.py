@@ -53,7 +53,9 @@ def check_format(events: list[_Event]) -> None:
             assert event["name"]
             if not slices:
                 of_process = (event["pid"], event["id2"]["local"])
-                assert of_process not in track_of_id, "an id is of one request in one track"
+                assert of_process not in track_of_id, (
+                    "an id is of one request in one track"
+                )
                 track_of_id[of_process] = event["name"]
             slices.append(event["name"])
             arrows[event.get("bind_id", "")] += {"flow_out", "flow_in"} & event.keys()
@@ -65,9 +67,13 @@ def check_format(events: list[_Event]) -> None:
         assert kinds == [] or (kinds[0] == "flow_out" and set(kinds[1:]) <= {"flow_in"})
 
 
-def slices_of(events: list[_Event]) -> dict[str, list[tuple[str, float, float, _Event]]]:
+def slices_of(
+    events: list[_Event],
+) -> dict[str, list[tuple[str, float, float, _Event]]]:
     """By track: the requests' slices with begin, end and the event that begins them."""
-    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    names = {
+        event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"
+    }
     by_id: defaultdict[tuple[int, str], list[_Event]] = defaultdict(list)
     for event in events:
         if event["ph"] != "M":
@@ -90,7 +96,9 @@ def test_any_recording_becomes_a_valid_trace(
 ) -> None:
     simulation = Simulation()
     producer = simulation.engine("p", ahead_ns=skews[0])
-    consumers = [simulation.engine(f"d{n}", workers=workers, ahead_ns=skews[n]) for n in (1, 2)]
+    consumers = [
+        simulation.engine(f"d{n}", workers=workers, ahead_ns=skews[n]) for n in (1, 2)
+    ]
     for number in range(requests):
         consumer = draw.choice([*consumers, None])
         bad = draw.choice(("", "", "fence"))
@@ -113,7 +121,9 @@ def test_any_recording_becomes_a_valid_trace(
     timelines = [make_timeline(handover, clocks) for handover in found]
     events = traced(timelines)
     # A prompt of which only steps are left has no request to be shown for.
-    shown = sum(event["ph"] == "b" and event["name"] == "prefill step" for event in events)
+    shown = sum(
+        event["ph"] == "b" and event["name"] == "prefill step" for event in events
+    )
     assert shown == sum(len(timeline.steps) for timeline in timelines) <= num_steps
 
 
@@ -124,7 +134,9 @@ def test_a_request_is_in_a_track_of_each_part_with_its_ids_and_phases() -> None:
     (handover,) = matched(simulation)
     events = traced([make_timeline(handover, compare([handover]))])
     tracks = slices_of(events)
-    assert {name: [piece[0] for piece in pieces] for name, pieces in tracks.items()} == {
+    assert {
+        name: [piece[0] for piece in pieces] for name, pieces in tracks.items()
+    } == {
         "p: prefills": ["r"],
         "p: blocks kept": ["r"],
         "d: handovers": ["s"],
@@ -141,7 +153,11 @@ def test_a_request_is_in_a_track_of_each_part_with_its_ids_and_phases() -> None:
     ((_, _, _, load),) = tracks["d: loads of tp1"]
     assert load["args"]["producer_request"] == "r"
     assert load["args"]["bytes"] == 4096 * 131072 // 2
-    phases = [event for event in events if event["ph"] == "b" and event["name"] == "decode queue"]
+    phases = [
+        event
+        for event in events
+        if event["ph"] == "b" and event["name"] == "decode queue"
+    ]
     assert "no blocks or no step" in phases[0]["args"]["meaning"]
 
 
@@ -150,7 +166,9 @@ def test_arrows_lead_from_the_prefill_to_the_handover_and_to_every_worker() -> N
     simulation.handover(simulation.engine("p"), simulation.engine("d", workers=2))
     (handover,) = matched(simulation)
     tracks = slices_of(traced([make_timeline(handover, compare([handover]))]))
-    begins = [track for track, ((*_, event),) in tracks.items() if event.get("flow_out")]
+    begins = [
+        track for track, ((*_, event),) in tracks.items() if event.get("flow_out")
+    ]
     ends = [track for track, ((*_, event),) in tracks.items() if event.get("flow_in")]
     assert begins == ["p: prefills"]
     assert ends == ["d: handovers", "d: loads of tp0", "d: loads of tp1"]
@@ -161,9 +179,14 @@ def test_where_clocks_contradict_no_arrow_leads_back_in_time() -> None:
     producer, consumer = simulation.engine("p"), simulation.engine("d")
     for number, ahead_ns in enumerate((0, 400 * MS)):
         producer.scheduler.ahead_ns = ahead_ns
-        simulation.handover(producer, consumer, number * 1000 * MS, decode_request=f"s{number}")
+        simulation.handover(
+            producer, consumer, number * 1000 * MS, decode_request=f"s{number}"
+        )
     found = matched(simulation)
     clocks = compare(found)
     tracks = slices_of(traced([make_timeline(handover, clocks) for handover in found]))
-    loads = {request: event.get("flow_in") for request, *_, event in tracks["d: loads of tp0"]}
+    loads = {
+        request: event.get("flow_in")
+        for request, *_, event in tracks["d: loads of tp0"]
+    }
     assert loads == {"s0": True, "s1": None}

@@ -17,7 +17,9 @@ from tests.trace.simulated import BEGIN_NS, Simulation
 
 def one_handover() -> Simulation:
     simulation = Simulation()
-    simulation.handover(simulation.engine("prefill"), simulation.engine("decode", workers=2))
+    simulation.handover(
+        simulation.engine("prefill"), simulation.engine("decode", workers=2)
+    )
     return simulation
 
 
@@ -25,7 +27,9 @@ def events(recording: Recording) -> int:
     return sum(len(process.events) for process in recording.processes)
 
 
-def test_folders_are_searched_to_the_bottom_and_nothing_is_read_twice(tmp_path: Path) -> None:
+def test_folders_are_searched_to_the_bottom_and_nothing_is_read_twice(
+    tmp_path: Path,
+) -> None:
     simulation = one_handover()
     simulation.write(tmp_path / "deep" / "er")
     (tmp_path / "deep" / "notes.txt").write_text("no trace")
@@ -33,7 +37,9 @@ def test_folders_are_searched_to_the_bottom_and_nothing_is_read_twice(tmp_path: 
     file = next((tmp_path / "deep" / "er" / "prefill").glob("*.jsonl"))
     recording = read_recording([tmp_path, tmp_path / "deep", file])
     assert len(recording.processes) == len(simulation.processes())
-    assert events(recording) == sum(len(process.events) for process in simulation.processes())
+    assert events(recording) == sum(
+        len(process.events) for process in simulation.processes()
+    )
     assert recording.damage == ()
 
 
@@ -58,13 +64,17 @@ def test_both_halves_of_a_file_that_was_full_are_one_process(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
-def test_of_a_killed_process_only_the_last_line_is_lost(tmp_path: Path, cut: int) -> None:
+def test_of_a_killed_process_only_the_last_line_is_lost(
+    tmp_path: Path, cut: int
+) -> None:
     whole = one_handover().processes()[0].lines()
     (tmp_path / "w.jsonl").write_bytes(whole[: -1 - cut])
     recording = read_recording([tmp_path])
     assert events(recording) == whole.count(b"\n") - 2
     lines = whole.count(b"\n")
-    assert str(recording.damage[0]).endswith(f"w.jsonl: line {lines}: cut off in the middle")
+    assert str(recording.damage[0]).endswith(
+        f"w.jsonl: line {lines}: cut off in the middle"
+    )
 
 
 def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
@@ -104,10 +114,14 @@ HOSTILE_LINES = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE_LINES)
-def test_a_hostile_line_is_named_and_all_others_are_read(tmp_path: Path, kind: str) -> None:
+def test_a_hostile_line_is_named_and_all_others_are_read(
+    tmp_path: Path, kind: str
+) -> None:
     line, problem = HOSTILE_LINES[kind]
     lines = one_handover().processes()[0].lines().splitlines()
-    (tmp_path / "w.jsonl").write_bytes(b"\n".join((*lines[:3], line, *lines[3:], line)) + b"\n")
+    (tmp_path / "w.jsonl").write_bytes(
+        b"\n".join((*lines[:3], line, *lines[3:], line)) + b"\n"
+    )
     recording = read_recording([tmp_path])
     assert events(recording) == len(lines) - 1
     (damage,) = recording.damage
@@ -119,8 +133,12 @@ def test_a_hostile_line_is_named_and_all_others_are_read(tmp_path: Path, kind: s
 
 def test_what_a_later_version_wrote_is_left_out_by_name(tmp_path: Path) -> None:
     new, old = (one_handover().processes()[index].lines() for index in (0, 1))
-    (tmp_path / "new.jsonl").write_bytes(new.replace(b'"trace_version":1', b'"trace_version":2'))
-    with pytest.raises(InvalidTrace, match=r"trace_version 2, and this command reads 1"):
+    (tmp_path / "new.jsonl").write_bytes(
+        new.replace(b'"trace_version":1', b'"trace_version":2')
+    )
+    with pytest.raises(
+        InvalidTrace, match=r"trace_version 2, and this command reads 1"
+    ):
         read_recording([tmp_path])
     (tmp_path / "old.jsonl").write_bytes(old)
     recording = read_recording([tmp_path])
@@ -143,7 +161,9 @@ def test_what_the_recorder_lost_is_reported(tmp_path: Path) -> None:
     simulation = one_handover()
     simulation.processes()[0].events.append(Dropped(at_ns=BEGIN_NS, count=17))
     recording = read_recording([simulation.write(tmp_path)])
-    assert [one.problem for one in recording.damage] == ["17 events were lost before it"]
+    assert [one.problem for one in recording.damage] == [
+        "17 events were lost before it"
+    ]
 
 
 def test_pipes_and_links_to_nowhere_are_passed_over(tmp_path: Path) -> None:

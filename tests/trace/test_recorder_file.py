@@ -12,7 +12,13 @@ import msgspec
 import pytest
 
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.trace.events import AnyEvent, Dropped, Finished, ProcessRole, ProcessStarted
+from kvferry.trace.events import (
+    AnyEvent,
+    Dropped,
+    Finished,
+    ProcessRole,
+    ProcessStarted,
+)
 from kvferry.trace.recorder import SMALLEST_BYTES, TraceFile
 
 DECODER = msgspec.json.Decoder(AnyEvent)
@@ -36,7 +42,9 @@ def events(path: Path) -> list[Any]:
     return [DECODER.decode(line) for line in path.read_bytes().splitlines()]
 
 
-def test_the_name_shows_the_process_and_no_other_user_may_read_it(tmp_path: Path) -> None:
+def test_the_name_shows_the_process_and_no_other_user_may_read_it(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "traces"
     mask = os.umask(0)
     try:
@@ -45,7 +53,10 @@ def test_the_name_shows_the_process_and_no_other_user_may_read_it(tmp_path: Path
         os.umask(mask)
     file.take([finished(1), finished(2)], 0)
     file.close()
-    assert file.path == folder / "kv_both-a_b_engine-worker-tp0_pp1-77-20261122T110044.jsonl"
+    assert (
+        file.path
+        == folder / "kv_both-a_b_engine-worker-tp0_pp1-77-20261122T110044.jsonl"
+    )
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
     assert events(file.path) == [STARTED, finished(1), finished(2)]
@@ -55,7 +66,10 @@ def test_a_process_of_the_same_number_gets_a_file_of_its_own(tmp_path: Path) -> 
     one, other = (TraceFile(str(tmp_path), "kv_both", STARTED) for _ in range(2))
     one.take([finished(1)], 0)
     other.take([finished(2)], 0)
-    assert (events(one.path)[1:], events(other.path)[1:]) == ([finished(1)], [finished(2)])
+    assert (events(one.path)[1:], events(other.path)[1:]) == (
+        [finished(1)],
+        [finished(2)],
+    )
     one.close()
     other.close()
 
@@ -63,7 +77,11 @@ def test_a_process_of_the_same_number_gets_a_file_of_its_own(tmp_path: Path) -> 
 def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("untouched")
-    expected = tmp_path / "traces" / "kv_both-a_b_engine-worker-tp0_pp1-77-20261122T110044.jsonl"
+    expected = (
+        tmp_path
+        / "traces"
+        / "kv_both-a_b_engine-worker-tp0_pp1-77-20261122T110044.jsonl"
+    )
     expected.parent.mkdir()
     expected.symlink_to(victim)
     file = TraceFile(str(expected.parent), "kv_both", STARTED)
@@ -119,7 +137,12 @@ def test_a_full_disk_leaves_whole_lines_and_the_next_batch_is_written(
     monkeypatch.undo()
     file.take([finished(4)], 2)
     file.close()
-    assert events(file.path) == [STARTED, finished(1), Dropped(at_ns=4, count=2), finished(4)]
+    assert events(file.path) == [
+        STARTED,
+        finished(1),
+        Dropped(at_ns=4, count=2),
+        finished(4),
+    ]
 
 
 def test_a_disk_that_is_full_as_a_file_begins_leaves_no_events_without_their_process(
@@ -147,9 +170,12 @@ def test_a_disk_that_is_full_as_a_file_begins_leaves_no_events_without_their_pro
 
 
 @pytest.mark.parametrize(
-    "kind", ["a file", "a folder in a folder that is missing", "a folder that is not ours"]
+    "kind",
+    ["a file", "a folder in a folder that is missing", "a folder that is not ours"],
 )
-def test_a_folder_that_cannot_be_used_stops_the_start_by_name(tmp_path: Path, kind: str) -> None:
+def test_a_folder_that_cannot_be_used_stops_the_start_by_name(
+    tmp_path: Path, kind: str
+) -> None:
     folder = tmp_path / "here"
     if kind == "a file":
         folder.write_text("")

@@ -19,7 +19,9 @@ from tests.trace.simulated import BEGIN_NS, MS, Simulation, Times
 from tests.trace.test_matching import matched
 from tests.trace.test_perfetto import slices_of, traced
 
-TIMES = Times(prefill=80 * MS, router=MS, stages={n: {"reading": 32 * MS} for n in range(2)})
+TIMES = Times(
+    prefill=80 * MS, router=MS, stages={n: {"reading": 32 * MS} for n in range(2)}
+)
 
 
 def streamed(steps: int = 4, **how: Any) -> Timeline:
@@ -40,7 +42,8 @@ def test_each_read_begins_at_the_end_of_the_step_whose_tokens_it_reads() -> None
     timeline = streamed(workers=2)
     begun = BEGIN_NS + TIMES.prefill_queue
     assert [
-        (step.begun_ns - begun, step.ended_ns - begun, step.stop_token) for step in timeline.steps
+        (step.begun_ns - begun, step.ended_ns - begun, step.stop_token)
+        for step in timeline.steps
     ] == [
         (0, 20 * MS, 1024),
         (20 * MS, 40 * MS, 2048),
@@ -57,7 +60,9 @@ def test_each_read_begins_at_the_end_of_the_step_whose_tokens_it_reads() -> None
 
 def test_the_handover_is_what_is_left_after_the_prefill() -> None:
     timeline = streamed()
-    assert [(span.phase, span.lasted_ns) for span in timeline.path if span.lasted_ns] == [
+    assert [
+        (span.phase, span.lasted_ns) for span in timeline.path if span.lasted_ns
+    ] == [
         ("reading", 8 * MS),
         ("fence_again", MS // 5),
         ("report", TIMES.report),
@@ -77,7 +82,10 @@ def test_params_that_come_before_the_end_of_the_prefill_do_not_shift_clocks(
     ahead_ns: int, producer_ns: list[int]
 ) -> None:
     simulation = Simulation()
-    producer, consumer = simulation.engine("p"), simulation.engine("d", ahead_ns=ahead_ns)
+    producer, consumer = (
+        simulation.engine("p"),
+        simulation.engine("d", ahead_ns=ahead_ns),
+    )
     simulation.handover(producer, consumer, times=TIMES, steps=8)
     clocks = compare(matched(simulation))
     assert list(clocks.ahead_ns.values()) == producer_ns
@@ -90,10 +98,14 @@ def test_events_of_a_damaged_recording_are_shown_as_far_as_they_make_sense() -> 
     events = producer.scheduler.events
     events.append(PrefillStep(at_ns=BEGIN_NS + 10**12, lease=lease, tokens=2**40))
     events.append(PrefillStep(at_ns=BEGIN_NS - MS, lease=lease, tokens=0))
-    events.append(PrefillStep(at_ns=5, lease=TracedLease(boot="f" * 32, epoch="f" * 15), tokens=7))
+    events.append(
+        PrefillStep(at_ns=5, lease=TracedLease(boot="f" * 32, epoch="f" * 15), tokens=7)
+    )
     (load,) = consumer.workers[0].events
     assert isinstance(load, LoadEnded)
-    backwards = tuple(msgspec.structs.replace(chunk, ended_ns=0) for chunk in reversed(load.chunks))
+    backwards = tuple(
+        msgspec.structs.replace(chunk, ended_ns=0) for chunk in reversed(load.chunks)
+    )
     damaged = msgspec.structs.replace(load, early_bytes=2**60, chunks=backwards)
     consumer.workers[0].events[:] = [damaged]
     (timeline,) = timelines(simulation)
@@ -118,4 +130,7 @@ def test_stages_count_from_the_end_of_the_prefill_and_reads_one_by_one() -> None
     counted = {str(lasted.phase): lasted for lasted in durations([streamed()])}
     assert (counted["reading"].count, counted["reading"].max_ns) == (1, 8 * MS)
     assert (counted["chunk_read"].count, counted["chunk_read"].max_ns) == (4, 8 * MS)
-    assert (counted["prefill_step"].count, counted["prefill_step"].max_ns) == (4, 20 * MS)
+    assert (counted["prefill_step"].count, counted["prefill_step"].max_ns) == (
+        4,
+        20 * MS,
+    )

@@ -44,26 +44,39 @@ def lasted(spans: object) -> list[tuple[str, int]]:
 
 
 @given(TIMES)
-def test_every_phase_is_as_long_as_it_truly_was_and_follows_the_one_before(times: Times) -> None:
+def test_every_phase_is_as_long_as_it_truly_was_and_follows_the_one_before(
+    times: Times,
+) -> None:
     simulation = Simulation()
-    simulation.handover(simulation.engine("p"), simulation.engine("d", workers=3), times=times)
+    simulation.handover(
+        simulation.engine("p"), simulation.engine("d", workers=3), times=times
+    )
     (one,) = timelines(simulation)
     ends = [sum(times.of_worker(number).values()) for number in range(3)]
     assert one.last is not None
     last = times.of_worker(
-        [worker.load.process.place for worker in one.workers].index(one.last.load.process.place)
+        [worker.load.process.place for worker in one.workers].index(
+            one.last.load.process.place
+        )
     )
     assert sum(last.values()) == max(ends)
     before, stages = (
         [("prefill_queue", times.prefill_queue), ("prefill", times.prefill)],
         list(last.items()),
     )
-    waits = [("router", times.router), ("decode_queue", times.decode_queue), ("order", times.order)]
+    waits = [
+        ("router", times.router),
+        ("decode_queue", times.decode_queue),
+        ("order", times.order),
+    ]
     after = [("report", times.report), ("first_step", times.first_step)]
     assert lasted(one.before) == before
     assert lasted(one.path) == waits + stages + after
     whole = (*one.before, *one.path)
-    assert all(earlier.ended_ns == later.begun_ns for earlier, later in itertools.pairwise(whole))
+    assert all(
+        earlier.ended_ns == later.begun_ns
+        for earlier, later in itertools.pairwise(whole)
+    )
     assert one.path[0].begun_ns == one.zero_ns
     assert one.lasted_ns == sum(length for _, length in waits + stages) + times.report
     assert one.held is not None
@@ -77,7 +90,10 @@ def test_every_phase_is_as_long_as_it_truly_was_and_follows_the_one_before(times
 def test_bytes_per_second_are_of_the_time_in_which_anybody_read() -> None:
     simulation = Simulation()
     times = Times(
-        stages={0: {"posting": MS, "reading": 3 * MS}, 1: {"posting": MS, "reading": 7 * MS}}
+        stages={
+            0: {"posting": MS, "reading": 3 * MS},
+            1: {"posting": MS, "reading": 7 * MS},
+        }
     )
     simulation.handover(
         simulation.engine("p"),
@@ -131,7 +147,11 @@ class Recorded:
             ),
             {"reason": "deadline", "recomputed": "load"},
         ),
-        Recorded("recomputed: params", (*TO_THE_QUEUE, "first_step"), {"recomputed": "params"}),
+        Recorded(
+            "recomputed: params",
+            (*TO_THE_QUEUE, "first_step"),
+            {"recomputed": "params"},
+        ),
         Recorded(
             "recomputed: lease_over",
             (*TO_THE_QUEUE, "first_step"),
@@ -146,14 +166,26 @@ class Recorded:
             missing=("consumer's workers",),
         ),
         Recorded(
-            "nothing to load", TO_THE_QUEUE, without=(LoadOrdered, LoadReported), silent="tp0"
+            "nothing to load",
+            TO_THE_QUEUE,
+            without=(LoadOrdered, LoadReported),
+            silent="tp0",
         ),
-        Recorded("ended before it was loaded", LOADED[:9], without=(LoadReported,), has_end=False),
-        Recorded("under way", LOADED[:9], without=(LoadReported, Finished), has_end=False),
+        Recorded(
+            "ended before it was loaded",
+            LOADED[:9],
+            without=(LoadReported,),
+            has_end=False,
+        ),
+        Recorded(
+            "under way", LOADED[:9], without=(LoadReported, Finished), has_end=False
+        ),
     ],
     ids=lambda case: " ".join((case.outcome, *case.missing)),
 )
-def test_what_became_of_a_handover_follows_from_what_was_recorded_of_it(case: Recorded) -> None:
+def test_what_became_of_a_handover_follows_from_what_was_recorded_of_it(
+    case: Recorded,
+) -> None:
     simulation = Simulation()
     producer, consumer = simulation.engine("p"), simulation.engine("d")
     simulation.handover(producer, consumer, **case.how)  # type: ignore[arg-type]
@@ -182,7 +214,9 @@ def test_without_a_consumer_the_lease_says_whether_there_was_one(
     how: str, outcome: str, missing: tuple[str, ...]
 ) -> None:
     simulation = Simulation()
-    simulation.handover(simulation.engine("p"), None, times=Times(kept=480_000 * MS), how=how)
+    simulation.handover(
+        simulation.engine("p"), None, times=Times(kept=480_000 * MS), how=how
+    )
     (one,) = timelines(simulation)
     assert (one.outcome, one.missing, one.lasted_ns) == (outcome, missing, None)
     assert one.held is not None
@@ -202,20 +236,32 @@ def test_a_load_may_be_reported_after_the_end_of_its_request() -> None:
     assert len(one.workers) == 1
 
 
-def test_the_slowest_handover_is_first_and_what_never_ended_is_last(tmp_path: Path) -> None:
+def test_the_slowest_handover_is_first_and_what_never_ended_is_last(
+    tmp_path: Path,
+) -> None:
     simulation = Simulation()
     producer, consumer = simulation.engine("p"), simulation.engine("d")
     for number, router in enumerate((5, 50, 20)):
         times = replace(Times(), router=router * MS)
-        simulation.handover(producer, consumer, number * MS, times, request=f"r{router}")
-    simulation.handover(producer, None, request="short", times=Times(kept=MS), how="expired")
-    simulation.handover(producer, None, request="long", times=Times(kept=9 * MS), how="expired")
+        simulation.handover(
+            producer, consumer, number * MS, times, request=f"r{router}"
+        )
+    simulation.handover(
+        producer, None, request="short", times=Times(kept=MS), how="expired"
+    )
+    simulation.handover(
+        producer, None, request="long", times=Times(kept=9 * MS), how="expired"
+    )
     summary = summarize(read_recording([simulation.write(tmp_path)]))
     names = [one.handover.producer_request for one in summary.timelines]
     assert names == ["r50", "r20", "r5", "long", "short"]
     assert summary.outcomes == {"loaded": 3, "not fetched: expired": 2}
     announced = {str(one.phase): one for one in durations(summary.timelines)}
-    assert (announced["router"].count, announced["router"].p50_ns, announced["router"].max_ns) == (
+    assert (
+        announced["router"].count,
+        announced["router"].p50_ns,
+        announced["router"].max_ns,
+    ) == (
         3,
         20 * MS,
         50 * MS,
@@ -227,9 +273,17 @@ def test_percentiles_are_by_nearest_rank() -> None:
     simulation = Simulation()
     producer, consumer = simulation.engine("p"), simulation.engine("d")
     for number in range(1, 201):
-        simulation.handover(producer, consumer, 0, Times(router=number * MS), request=f"r{number}")
-    (router,) = (one for one in durations(timelines(simulation)) if one.phase == "router")
-    assert (router.p50_ns, router.p99_ns, router.max_ns) == (100 * MS, 198 * MS, 200 * MS)
+        simulation.handover(
+            producer, consumer, 0, Times(router=number * MS), request=f"r{number}"
+        )
+    (router,) = (
+        one for one in durations(timelines(simulation)) if one.phase == "router"
+    )
+    assert (router.p50_ns, router.p99_ns, router.max_ns) == (
+        100 * MS,
+        198 * MS,
+        200 * MS,
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ def check_every_step() -> None:
     from kvferry.connector import FerryConnector
 
     for hook in ("build_connector_meta", "update_connector_output"):
-        setattr(FerryConnector, hook, _then(getattr(FerryConnector, hook), _check_scheduler))
+        setattr(
+            FerryConnector, hook, _then(getattr(FerryConnector, hook), _check_scheduler)
+        )
     FerryConnector.get_finished = _then(FerryConnector.get_finished, _WorkerChecks())  # type: ignore[method-assign]
 
 

@@ -77,7 +77,8 @@ def pair(model: Path, logs: Path) -> Iterator[ServerPair]:
     )
     with ExitStack() as running:
         producer, consumer = (
-            running.enter_context(ForkedServer(spec, logs)) for spec in (prefill, decode)
+            running.enter_context(ForkedServer(spec, logs))
+            for spec in (prefill, decode)
         )
         for engine in (producer, consumer):
             engine.wait_ready(START_S)

@@ -47,16 +47,22 @@ class Fleet:
         longest: dict[Tokens, int] = {}
         for outcome in outcomes:
             if outcome.tokens:
-                longest[outcome.prompt] = max(longest.get(outcome.prompt, 0), len(outcome.tokens))
+                longest[outcome.prompt] = max(
+                    longest.get(outcome.prompt, 0), len(outcome.tokens)
+                )
         found: dict[Tokens, Tokens] = {}
         for tokens in set(longest.values()):
             prompts = [prompt for prompt, length in longest.items() if length == tokens]
             for first in range(0, len(prompts), _BATCH):
                 some = prompts[first : first + _BATCH]
-                body = body_of((), tokens) | {"prompt": [list(prompt) for prompt in some]}
+                body = body_of((), tokens) | {
+                    "prompt": [list(prompt) for prompt in some]
+                }
                 for choice in _answer(self.plain, body)["choices"]:
                     found[some[choice["index"]]] = tuple(choice["token_ids"])
-        return found | {outcome.prompt: () for outcome in outcomes if outcome.prompt not in found}
+        return found | {
+            outcome.prompt: () for outcome in outcomes if outcome.prompt not in found
+        }
 
 
 @contextmanager
@@ -72,7 +78,11 @@ def running(model: str, logs: Path) -> Iterator[Fleet]:
             max_model_len=_LONGEST,
             transfer=transfer,
             extra_args=(
-                *("--skip-tokenizer-init", "--num-gpu-blocks-override", str(_CACHE_BLOCKS)),
+                *(
+                    "--skip-tokenizer-init",
+                    "--num-gpu-blocks-override",
+                    str(_CACHE_BLOCKS),
+                ),
                 *("--hf-overrides", json.dumps({"max_position_embeddings": _LONGEST})),
             ),
         )
@@ -93,12 +103,16 @@ def running(model: str, logs: Path) -> Iterator[Fleet]:
             ),
             (
                 server(
-                    "consumer-recompute", "1", Transfer("kv_consumer", extra_config=long_timeouts)
+                    "consumer-recompute",
+                    "1",
+                    Transfer("kv_consumer", extra_config=long_timeouts),
                 ),
                 server(
                     "consumer-fail",
                     "1",
-                    Transfer("kv_consumer", failure_policy="fail", extra_config=long_timeouts),
+                    Transfer(
+                        "kv_consumer", failure_policy="fail", extra_config=long_timeouts
+                    ),
                 ),
             ),
         )
@@ -116,7 +130,9 @@ def prefill(producer: ForkedServer, prompt: Tokens) -> dict[str, Any]:
     return dict(params)
 
 
-def hand_over(producer: ForkedServer, consumer: ForkedServer, prompt: Tokens) -> Outcome:
+def hand_over(
+    producer: ForkedServer, consumer: ForkedServer, prompt: Tokens
+) -> Outcome:
     """Prefill and decode as a router does."""
     return ask(consumer.base_url, prompt, kv_transfer_params=prefill(producer, prompt))
 
@@ -145,14 +161,22 @@ def check_idle(
     servers = (*producers, *consumers)
     for server in servers:
         wait_until(
-            partial(is_idle, server), f"{server.spec.name} is idle: {_held(server)}", SETTLE_S
+            partial(is_idle, server),
+            f"{server.spec.name} is idle: {_held(server)}",
+            SETTLE_S,
         )
-    for number, (producer, consumer) in enumerate((p, c) for p in producers for c in consumers):
+    for number, (producer, consumer) in enumerate(
+        (p, c) for p in producers for c in consumers
+    ):
         _check_pair(f"{name}, idle, {number}", producer, consumer)
     for server in servers:
-        wait_until(partial(is_idle, server), f"{server.spec.name} is idle again", SETTLE_S)
+        wait_until(
+            partial(is_idle, server), f"{server.spec.name} is idle again", SETTLE_S
+        )
         assert (
-            httpx.get(server.base_url + "/health", timeout=TIMEOUT_S, trust_env=False).status_code
+            httpx.get(
+                server.base_url + "/health", timeout=TIMEOUT_S, trust_env=False
+            ).status_code
             == 200
         )
         assert not (bad := _bad_lines(server)), f"{server.log_path}:\n" + "\n".join(bad)
@@ -161,10 +185,14 @@ def check_idle(
 def _check_pair(name: str, producer: ForkedServer, consumer: ForkedServer) -> None:
     """A load, and then a prompt that shares only what the consumer has by now: it gives the lease back unread."""
     before, before_p = consumer.metrics(), producer.metrics()
-    first, other = ((prompt_of(f"{name} {which}", 0) * 4)[: 2 * _BLOCK + 40] for which in "ab")
+    first, other = (
+        (prompt_of(f"{name} {which}", 0) * 4)[: 2 * _BLOCK + 40] for which in "ab"
+    )
     other = first[: 2 * _BLOCK] + other[2 * _BLOCK :]
     answers = [hand_over(producer, consumer, first)]
-    answers.append(ask(consumer.base_url, other, kv_transfer_params=prefill(producer, first)))
+    answers.append(
+        ask(consumer.base_url, other, kv_transfer_params=prefill(producer, first))
+    )
     assert [answer.tokens for answer in answers] == [
         ask(producer.base_url, prompt).tokens for prompt in (first, other)
     ]
@@ -174,7 +202,9 @@ def _check_pair(name: str, producer: ForkedServer, consumer: ForkedServer) -> No
     assert moved.total("vllm:kvferry_failed_loads_total") == 0
     wait_until(
         lambda: (
-            (producer.metrics() - before_p).by_label("vllm:kvferry_leases_released_total", "how")
+            (producer.metrics() - before_p).by_label(
+                "vllm:kvferry_leases_released_total", "how"
+            )
             == {"done": 1.0, "release": 1.0}
         ),
         f"{producer.spec.name} has both leases back from {consumer.spec.name}",
@@ -185,9 +215,13 @@ def _check_pair(name: str, producer: ForkedServer, consumer: ForkedServer) -> No
 
 def _bad_lines(server: ForkedServer) -> list[str]:
     """Lines that must not be in the log of a started engine."""
-    _, ready, log = server.log_path.read_text().partition("Application startup complete")
+    _, ready, log = server.log_path.read_text().partition(
+        "Application startup complete"
+    )
     assert ready, server.log_path
-    bad = re.findall(r"^.*(?:Traceback|internal error| ERROR | CRITICAL ).*$", log, re.MULTILINE)
+    bad = re.findall(
+        r"^.*(?:Traceback|internal error| ERROR | CRITICAL ).*$", log, re.MULTILINE
+    )
     return [line for line in bad if _ENDED_BY_POLICY not in line]
 
 
@@ -211,7 +245,10 @@ def is_idle(server: Server) -> bool:
 
 def _answer(server: ForkedServer, body: dict[str, Any]) -> dict[str, Any]:
     answer = httpx.post(
-        server.base_url + "/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False
+        server.base_url + "/v1/completions",
+        json=body,
+        timeout=TIMEOUT_S,
+        trust_env=False,
     )
     assert answer.status_code == 200, answer.text
     return dict(answer.json())

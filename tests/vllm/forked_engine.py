@@ -86,7 +86,9 @@ class ForkedEngine:
         **more: Any,
     ) -> Answer:
         """A greedy answer. `more`: see `Engine.ask` of the child."""
-        answer = self._call("ask", list(prompt), tokens, dict(params) if params else None, more)
+        answer = self._call(
+            "ask", list(prompt), tokens, dict(params) if params else None, more
+        )
         assert isinstance(answer, Answer)
         return answer
 
@@ -98,7 +100,9 @@ class ForkedEngine:
         **more: Any,
     ) -> str:
         """A request that is served while other commands come; its id."""
-        name = self._call("begin", list(prompt), tokens, dict(params) if params else None, more)
+        name = self._call(
+            "begin", list(prompt), tokens, dict(params) if params else None, more
+        )
         return str(name)
 
     def result(self, name: str) -> Answer:
@@ -157,13 +161,17 @@ class ForkedEngine:
         try:
             error, answer = self._pipe.recv()
         except EOFError:
-            raise EngineFailed(f"{self.spec.name} has ended; see {self.log_path}") from None
+            raise EngineFailed(
+                f"{self.spec.name} has ended; see {self.log_path}"
+            ) from None
         if error:
             raise EngineFailed(f"{self.spec.name}: {error}\nsee {self.log_path}")
         return answer
 
 
-def start(running: ExitStack, logs: Path, specs: Iterable[EngineSpec]) -> list[ForkedEngine]:
+def start(
+    running: ExitStack, logs: Path, specs: Iterable[EngineSpec]
+) -> list[ForkedEngine]:
     """Engines that start side by side and end with `running`."""
     engines = [ForkedEngine(spec, logs) for spec in specs]
     for engine in engines:
@@ -178,17 +186,27 @@ def hand_over_at_once(
 ) -> tuple[Answer, Scrape]:
     """Both legs of a request together, as routers send them: the answer, and what the consumer has counted meanwhile.
     They have handed over before."""
-    params, free, before = producer.prefill(prompt[:2]), producer.free_blocks(), consumer.metrics()
+    params, free, before = (
+        producer.prefill(prompt[:2]),
+        producer.free_blocks(),
+        consumer.metrics(),
+    )
     consumer.answer(prompt[:2], params)
     kept = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
-    leg = {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": name}
+    leg = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_request_id": name,
+    }
     leg |= {key: params[key] for key in kept}
     with ThreadPoolExecutor(1) as beside:
         answer = beside.submit(consumer.answer, prompt, leg, id=name)
         producer.prefill(prompt, id=name)
         found = answer.result()
     wait_until(
-        lambda: producer.free_blocks() >= free, "the producer has its blocks back", timeout_s=60
+        lambda: producer.free_blocks() >= free,
+        "the producer has its blocks back",
+        timeout_s=60,
     )
     return found, consumer.metrics() - before
 
@@ -212,6 +230,8 @@ def hand_over(
     read = counted.total("vllm:nixl_bytes_transferred_sum")
     assert read == counted.total("vllm:kvferry_planned_bytes_total")
     wait_until(
-        lambda: producer.free_blocks() == free, "the producer has its blocks back", timeout_s=60
+        lambda: producer.free_blocks() == free,
+        "the producer has its blocks back",
+        timeout_s=60,
     )
     return answer, int(read)

@@ -111,7 +111,9 @@ class ChildEngine:
                     **spec.extra_config,
                 },
             )
-        pipelined: dict[str, Any] = {"compilation_config": {"mode": 2, "backend": "eager"}}
+        pipelined: dict[str, Any] = {
+            "compilation_config": {"mode": 2, "backend": "eager"}
+        }
         arguments: dict[str, Any] = {
             "model": spec.model,
             "dtype": "float32",
@@ -128,7 +130,9 @@ class ChildEngine:
             "disable_log_stats": False,
             **({"enforce_eager": True} if spec.pp == 1 else pipelined),
         }
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | dict(spec.engine_args)))
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(**arguments | dict(spec.engine_args))
+        )
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         from kvferry.connector.scheduler_side import steps
 
@@ -150,7 +154,11 @@ class ChildEngine:
         self._engine.engine_core.shutdown()
 
     def ask(
-        self, prompt: list[int], tokens: int, params: dict[str, Any] | None, more: dict[str, Any]
+        self,
+        prompt: list[int],
+        tokens: int,
+        params: dict[str, Any] | None,
+        more: dict[str, Any],
     ) -> Answer:
         """One request, and its answer. For `more` see `begin`."""
         name = self.begin(prompt, tokens, params, more)
@@ -159,7 +167,11 @@ class ChildEngine:
         return self._answers.pop(name)
 
     def begin(
-        self, prompt: list[int], tokens: int, params: dict[str, Any] | None, more: dict[str, Any]
+        self,
+        prompt: list[int],
+        tokens: int,
+        params: dict[str, Any] | None,
+        more: dict[str, Any],
     ) -> str:
         """A request that is served between commands; returns its id.
 
@@ -202,7 +214,9 @@ class ChildEngine:
                     each[token].logprob
                     for token, each in zip(said.token_ids, said.logprobs, strict=True)
                 ]
-                answer = Answer(list(said.token_ids), logprobs, output.kv_transfer_params)
+                answer = Answer(
+                    list(said.token_ids), logprobs, output.kv_transfer_params
+                )
                 self._answers[output.request_id] = answer
 
     def metrics(self) -> str:
@@ -210,11 +224,16 @@ class ChildEngine:
 
         return str(generate_latest(), "utf-8")
 
-    def on_workers(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+    def on_workers(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> list[Any]:
         return list(self._engine.collective_rpc(function, args=arguments))
 
     def groups(self) -> list[list[str]]:
-        return [group.layer_names for group in self._scheduler.kv_cache_config.transfer_groups]
+        return [
+            group.layer_names
+            for group in self._scheduler.kv_cache_config.transfer_groups
+        ]
 
     def free_blocks(self) -> int:
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -225,7 +244,11 @@ def _caches(worker: Any) -> dict[str, Any]:
     # The executor wraps the CPU worker where it is in the engine's own process.
     runner = getattr(worker, "worker", worker).model_runner
     context = runner.compilation_config.static_forward_context
-    return {name: layer.kv_cache for name, layer in context.items() if hasattr(layer, "kv_cache")}
+    return {
+        name: layer.kv_cache
+        for name, layer in context.items()
+        if hasattr(layer, "kv_cache")
+    }
 
 
 def flip_a_byte(worker: Any, layer: str, block: int, which: int) -> None:

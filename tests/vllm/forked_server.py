@@ -87,7 +87,9 @@ class ForkedServer:
         arguments = self.spec.arguments(self.port)[2:]
         environment = self.spec.environment(self.side_channel_port)
         self.process = forkserver().Process(
-            target=_serve, args=(arguments, environment, str(self.log_path)), name=self.spec.name
+            target=_serve,
+            args=(arguments, environment, str(self.log_path)),
+            name=self.spec.name,
         )
         self.process.start()
 
@@ -103,7 +105,9 @@ class ForkedServer:
                 raise self.failure("ended before it was ready")
             with suppress(httpx.TransportError):
                 if (
-                    httpx.get(self.base_url + "/health", timeout=5.0, trust_env=False).status_code
+                    httpx.get(
+                        self.base_url + "/health", timeout=5.0, trust_env=False
+                    ).status_code
                     == 200
                 ):
                     return
@@ -161,7 +165,9 @@ def small_server(
     return ForkedServer(spec, logs)
 
 
-def _serve(arguments: Sequence[str], environment: Mapping[str, str], log_path: str) -> None:
+def _serve(
+    arguments: Sequence[str], environment: Mapping[str, str], log_path: str
+) -> None:
     with open(log_path, "wb", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -180,7 +186,9 @@ def _serve(arguments: Sequence[str], environment: Mapping[str, str], log_path: s
 
     _configure_vllm_root_logger()  # VLLM_LOGGING_LEVEL was read when vLLM was imported
     torch.set_num_threads(1)
-    torch._dynamo.config.disable = True  # TORCH_COMPILE_DISABLE was read when torch was imported
+    torch._dynamo.config.disable = (
+        True  # TORCH_COMPILE_DISABLE was read when torch was imported
+    )
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
     registry._run_in_subprocess = lambda look: look()

@@ -55,11 +55,14 @@ def prompt_of(name: str, index: int) -> Tokens:
     """A prompt of its own, of one to four blocks of 128 tokens."""
     chooser = random.Random(f"{name} {index}")
     return tuple(
-        chooser.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(chooser.randrange(100, 450))
+        chooser.randrange(FIRST_TOKEN, VOCABULARY)
+        for _ in range(chooser.randrange(100, 450))
     )
 
 
-def body_of(prompt: Sequence[int], tokens: int = ANSWER_TOKENS, **more: Any) -> dict[str, Any]:
+def body_of(
+    prompt: Sequence[int], tokens: int = ANSWER_TOKENS, **more: Any
+) -> dict[str, Any]:
     """A greedy request that answers with token ids."""
     return {
         "model": "model",
@@ -91,10 +94,16 @@ def ask(
     came: list[int] = []
     try:
         with httpx.stream(
-            "POST", base_url + "/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False
+            "POST",
+            base_url + "/v1/completions",
+            json=body,
+            timeout=TIMEOUT_S,
+            trust_env=False,
         ) as reply:
             kind, text = (
-                _read(reply, came, tokens, began) if stream else _read_whole(reply, came, tokens)
+                _read(reply, came, tokens, began)
+                if stream
+                else _read_whole(reply, came, tokens)
             )
     except httpx.TimeoutException as error:
         kind, text = Kind.OTHER, f"hangs: {error!r}"
@@ -111,13 +120,17 @@ def _read(
     for event in _events(reply):
         if "error" in event:
             return Kind.BROKEN, json.dumps(event)[:300]
-        came += [token for choice in event["choices"] for token in choice["token_ids"] or ()]
+        came += [
+            token for choice in event["choices"] for token in choice["token_ids"] or ()
+        ]
         if began is not None and came:
             began.set()
     return _ended(came, tokens)
 
 
-def _read_whole(reply: httpx.Response, came: list[int], tokens: int) -> tuple[Kind, str]:
+def _read_whole(
+    reply: httpx.Response, came: list[int], tokens: int
+) -> tuple[Kind, str]:
     reply.read()
     if reply.status_code != 200:
         return _failure(reply)
@@ -150,7 +163,9 @@ class Load:
     """Clients that each send one request after another, each with a new prompt; half of the answers
     are streamed. A context manager: leaving it waits for the last answers."""
 
-    def __init__(self, name: str, base_url: str, clients: int = 3, interval_s: float = 0.7) -> None:
+    def __init__(
+        self, name: str, base_url: str, clients: int = 3, interval_s: float = 0.7
+    ) -> None:
         self._name = name
         self._base_url = base_url
         self._interval_s = interval_s
@@ -159,7 +174,8 @@ class Load:
         self._asked = 0
         self._over = threading.Event()
         self._threads = [
-            threading.Thread(target=self._run, name=f"load-{number}") for number in range(clients)
+            threading.Thread(target=self._run, name=f"load-{number}")
+            for number in range(clients)
         ]
 
     def __enter__(self) -> Load:
@@ -202,7 +218,9 @@ class Load:
         with self._changed:
             in_time = self._changed.wait_for(lambda: len(found()) >= count, timeout_s)
             last = Counter(
-                outcome.kind.value for outcome in self._outcomes if outcome.started_s >= since_s
+                outcome.kind.value
+                for outcome in self._outcomes
+                if outcome.started_s >= since_s
             )
             assert in_time, (
                 f"not {count} times {what.value} within {timeout_s:g} s, but {dict(last)}"
@@ -213,7 +231,9 @@ class Load:
         while not self._over.is_set():
             with self._changed:
                 index, self._asked = self._asked, self._asked + 1
-            outcome = ask(self._base_url, prompt_of(self._name, index), stream=index % 2 == 1)
+            outcome = ask(
+                self._base_url, prompt_of(self._name, index), stream=index % 2 == 1
+            )
             with self._changed:
                 self._outcomes.append(outcome)
                 self._changed.notify_all()
@@ -233,7 +253,9 @@ class Outage:
 
 
 def judge(
-    outcomes: Sequence[Outcome], outages: Sequence[Outage], right: Mapping[Tokens, Tokens]
+    outcomes: Sequence[Outcome],
+    outages: Sequence[Outage],
+    right: Mapping[Tokens, Tokens],
 ) -> Counter[str]:
     """Count what became of requests, and let nothing pass that no outage explains.
 
@@ -257,5 +279,7 @@ def judge(
             wrong.append(
                 f"{outcome.kind.value}, wrong tokens {outcome.tokens}, not {right[outcome.prompt]}"
             )
-    assert not wrong, f"{len(wrong)} of {len(outcomes)}; outages {outages}\n" + "\n".join(wrong)
+    assert not wrong, (
+        f"{len(wrong)} of {len(outcomes)}; outages {outages}\n" + "\n".join(wrong)
+    )
     return Counter(outcome.kind.value for outcome in outcomes)

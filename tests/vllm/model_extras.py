@@ -86,7 +86,10 @@ def _make_adapter(folder: Path) -> None:
     from safetensors.torch import save_file
 
     settings = SMALL_MODELS["small-llama-4"].settings
-    heads = {"q_proj": settings["num_attention_heads"], "v_proj": settings["num_key_value_heads"]}
+    heads = {
+        "q_proj": settings["num_attention_heads"],
+        "v_proj": settings["num_key_value_heads"],
+    }
     numbers = torch.Generator().manual_seed(0)
     weights = {}
     for layer in range(settings["num_hidden_layers"]):
@@ -96,8 +99,15 @@ def _make_adapter(folder: Path) -> None:
                 _RANK, settings["hidden_size"], generator=numbers
             )
             rows = count * settings["head_dim"]
-            weights[f"{at}.lora_B.weight"] = 0.2 * torch.randn(rows, _RANK, generator=numbers)
-    config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": list(heads)}
+            weights[f"{at}.lora_B.weight"] = 0.2 * torch.randn(
+                rows, _RANK, generator=numbers
+            )
+    config = {
+        "peft_type": "LORA",
+        "r": _RANK,
+        "lora_alpha": _RANK,
+        "target_modules": list(heads),
+    }
     save_file(weights, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
@@ -108,7 +118,10 @@ def _config(of: Any) -> Any:
             **_TOWER, image_size=IMAGE_PIXELS, patch_size=7
         ).to_dict(),
         qformer_config=of.Blip2QFormerConfig(
-            **_TOWER, vocab_size=VOCABULARY, encoder_hidden_size=64, cross_attention_frequency=1
+            **_TOWER,
+            vocab_size=VOCABULARY,
+            encoder_hidden_size=64,
+            cross_attention_frequency=1,
         ).to_dict(),
         text_config=of.OPTConfig(**_TEXT).to_dict(),
         num_query_tokens=IMAGE_TOKENS,

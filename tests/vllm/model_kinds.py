@@ -47,7 +47,9 @@ class Kind:
         """Whether a part of its cache holds every token, and a part does not."""
         return bool(self.block_bytes and (self.windowed_bytes or self.state_bytes))
 
-    def spec(self, name: str, tp: int = 1, cores: str = "", **engine_args: Any) -> EngineSpec:
+    def spec(
+        self, name: str, tp: int = 1, cores: str = "", **engine_args: Any
+    ) -> EngineSpec:
         return EngineSpec(
             f"{self.model}-{name}",
             str(small_model(self.model, default_cache_dir())),
@@ -62,7 +64,9 @@ class Kind:
         """Bytes that a decoder reads of a prompt."""
         blocks = math.ceil((len(prompt) - (self.state_bytes > 0)) / self.block_tokens)
         left = max(0, len(prompt) - 128 + 1) // self.block_tokens
-        bytes_of_tokens = blocks * self.block_bytes + (blocks - left) * self.windowed_bytes
+        bytes_of_tokens = (
+            blocks * self.block_bytes + (blocks - left) * self.windowed_bytes
+        )
         if self.copied:
             return ranks * bytes_of_tokens
         return bytes_of_tokens + self.state_bytes + (ranks - 1) * self.whole_bytes
@@ -86,7 +90,12 @@ LLAMA = Kind("small-llama-4", 128, block_bytes=128 * 2 * 2 * K_AND_V)
 DRAFTED = Kind("small-llama-4", 128, block_bytes=128 * (2 * 2 + 1) * K_AND_V)
 EXACT = (
     Kind("small-llama-8", 128, block_bytes=128 * 2 * 4 * K_AND_V),
-    Kind("small-windowed", 128, block_bytes=128 * K_AND_V, windowed_bytes=128 * 3 * K_AND_V),
+    Kind(
+        "small-windowed",
+        128,
+        block_bytes=128 * K_AND_V,
+        windowed_bytes=128 * 3 * K_AND_V,
+    ),
     Kind(
         "small-mla",
         block_tokens=16,
@@ -108,7 +117,9 @@ EXACT = (
         whole_bytes=2 * PARALLEL_MAMBA2,
     ),
 )
-GDN_STATE_BYTES, GDN_BLOCK = (4, 384) if torch.cpu._is_avx512_bf16_supported() else (2, 256)
+GDN_STATE_BYTES, GDN_BLOCK = (
+    (4, 384) if torch.cpu._is_avx512_bf16_supported() else (2, 256)
+)
 """With AVX-512 for bfloat16, vLLM keeps temporal states in float32, and an attention block is as large as a state."""
 GDN = Kind(
     "small-gdn-hybrid",

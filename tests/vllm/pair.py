@@ -48,7 +48,9 @@ class ServerPair:
     producer: Server
     consumer: Server
 
-    def prefill(self, prompt: str, headers: Mapping[str, str] | None = None, **more: Any) -> Params:
+    def prefill(
+        self, prompt: str, headers: Mapping[str, str] | None = None, **more: Any
+    ) -> Params:
         """Prefill as a router does and return the params of the answer."""
         body = self._body(prompt, 1) | {"kv_transfer_params": ASK_FOR_PREFILL} | more
         answer = post(self.producer.base_url, body, headers=headers)
@@ -60,7 +62,8 @@ class ServerPair:
     def decode(self, prompt: str, params: Any, tokens: int = 8) -> httpx.Response:
         """Send a prompt with params to the decoder."""
         return post(
-            self.consumer.base_url, self._body(prompt, tokens) | {"kv_transfer_params": params}
+            self.consumer.base_url,
+            self._body(prompt, tokens) | {"kv_transfer_params": params},
         )
 
     def plain(self, engine: Server, prompt: str, tokens: int = 8) -> str:
@@ -75,7 +78,12 @@ class ServerPair:
 
     @staticmethod
     def _body(prompt: str, tokens: int) -> Params:
-        return {"model": "model", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        return {
+            "model": "model",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+        }
 
 
 def text_of(answer: httpx.Response) -> str:

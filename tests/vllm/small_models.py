@@ -66,10 +66,16 @@ class SmallModel:
 
 SMALL_MODELS: Mapping[str, SmallModel] = {
     # Llama-like, 4 and 8 KV heads
-    "small-llama-4": SmallModel("Llama", {"num_attention_heads": 8, "num_key_value_heads": 4}),
-    "small-llama-8": SmallModel("Llama", {"num_attention_heads": 8, "num_key_value_heads": 8}),
+    "small-llama-4": SmallModel(
+        "Llama", {"num_attention_heads": 8, "num_key_value_heads": 4}
+    ),
+    "small-llama-8": SmallModel(
+        "Llama", {"num_attention_heads": 8, "num_key_value_heads": 8}
+    ),
     # Llama-like, 30 layers, 1 KV head: thousands of blocks take little memory
-    "small-deep": SmallModel("Llama", {"num_hidden_layers": 30, "num_key_value_heads": 1}),
+    "small-deep": SmallModel(
+        "Llama", {"num_hidden_layers": 30, "num_key_value_heads": 1}
+    ),
     # Llama-like, one layer: drafts for the others
     "small-draft": SmallModel("Llama", {"num_hidden_layers": 1}),
     # DeepSeek-V2-like, MLA with dense layers; vLLM's CPU kernel wants rows of 512 + 64, its prefill on
@@ -163,7 +169,9 @@ SMALL_MODELS: Mapping[str, SmallModel] = {
             "expand": 2,
             "chunk_size": 64,
         },
-        without=frozenset({"num_attention_heads", "num_key_value_heads", "intermediate_size"}),
+        without=frozenset(
+            {"num_attention_heads", "num_key_value_heads", "intermediate_size"}
+        ),
     ),
     # Jamba-like, attention between two Mamba-1 layers
     "small-mamba1-hybrid": SmallModel(
@@ -192,7 +200,9 @@ def small_model(name: str, cache_dir: Path) -> Path:
     Raises:
         KeyError: there is none of that name.
     """
-    return made_once(name, cache_dir, lambda folder: made_of(name).save_pretrained(folder))
+    return made_once(
+        name, cache_dir, lambda folder: made_of(name).save_pretrained(folder)
+    )
 
 
 def made_once(name: str, cache_dir: Path, make: Callable[[Path], None]) -> Path:

@@ -23,7 +23,15 @@ from tests.vllm.checked import broken_of
 from tests.vllm.conftest import START_S
 from tests.vllm.fleet import SETTLE_S, is_idle
 from tests.vllm.forked_server import ForkedServer
-from tests.vllm.pair import TIMEOUT_S, Params, Server, ServerPair, long_prompt, post, text_of
+from tests.vllm.pair import (
+    TIMEOUT_S,
+    Params,
+    Server,
+    ServerPair,
+    long_prompt,
+    post,
+    text_of,
+)
 from tests.waiting import wait_until
 
 APART_S = 2.0
@@ -37,9 +45,13 @@ BLOCK_BYTES = LAYERS * HEADS * 2 * HEAD_DIM * FLOAT * BLOCK
 def front(pair: ServerPair, logs: Path) -> Iterator[str]:
     """A router that sends both legs at once from now on: the first answer that it sees says `push`."""
     assert pair.hand_over(long_prompt("Both legs, first contact")).status_code == 200
-    with Router([pair.producer.base_url], [pair.consumer.base_url], logs, TIMEOUT_S) as router:
+    with Router(
+        [pair.producer.base_url], [pair.consumer.base_url], logs, TIMEOUT_S
+    ) as router:
         router.wait_ready(60)
-        answer = post(router.base_url, BODY | {"prompt": long_prompt("Both legs, in sequence")})
+        answer = post(
+            router.base_url, BODY | {"prompt": long_prompt("Both legs, in sequence")}
+        )
         assert answer.status_code == 200, answer.text
         yield router.base_url
 
@@ -50,7 +62,11 @@ def other(model: Path, logs: Path) -> Iterator[ForkedServer]:
     config = {"kv_lease_duration": 12.0, "streaming": "off"}
     transfer = Transfer("kv_both", extra_config=config)
     spec = EngineSpec(
-        "other", str(model), max_model_len=SMALLEST_LEN, max_num_seqs=1, transfer=transfer
+        "other",
+        str(model),
+        max_model_len=SMALLEST_LEN,
+        max_num_seqs=1,
+        transfer=transfer,
     )
     with ForkedServer(spec, logs) as server:
         server.wait_ready(START_S)
@@ -95,11 +111,17 @@ def leg(
     tokens: int = 8,
 ) -> httpx.Response:
     """One leg, with the id that a router gives it."""
-    body = BODY | {"prompt": prompt, "max_tokens": tokens, "kv_transfer_params": dict(params)}
+    body = BODY | {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "kv_transfer_params": dict(params),
+    }
     return post(engine.base_url, body, headers={"x-request-id": name})
 
 
-def prefill(engine: Server, name: str, prompt: str | Sequence[str], **more: Any) -> httpx.Response:
+def prefill(
+    engine: Server, name: str, prompt: str | Sequence[str], **more: Any
+) -> httpx.Response:
     """The leg of the producer."""
     return leg(engine, name, prompt, {"do_remote_decode": True, **more}, tokens=1)
 
@@ -112,7 +134,9 @@ def decode_params(producer: Server, name: str | None = None, **more: Any) -> Par
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_engine_id": announced_id(BootId(description.boot), description.engine_id),
+        "remote_engine_id": announced_id(
+            BootId(description.boot), description.engine_id
+        ),
         "remote_host": "127.0.0.1",
         "remote_port": port,
         "tp_size": 1,
@@ -126,7 +150,9 @@ def texts(answer: httpx.Response) -> list[str]:
     assert answer.status_code == 200, answer.text
     return [
         str(choice["text"])
-        for choice in sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+        for choice in sorted(
+            answer.json()["choices"], key=lambda choice: choice["index"]
+        )
     ]
 
 
@@ -150,9 +176,13 @@ def test_the_decoder_answers_from_the_producers_cache_and_computes_one_token(
     assert moved.total("vllm:nixl_bytes_transferred_sum") == blocks * BLOCK_BYTES
     assert moved.total("vllm:kvferry_local_recomputes_total") == 0
     # vLLM's own count: all prompt tokens came from outside but the last, which it always computes itself.
-    external = moved.total("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+    external = moved.total(
+        "vllm:prompt_tokens_by_source_total", source="external_kv_transfer"
+    )
     assert external >= params["remote_num_tokens"] - 1
-    assert moved.total("vllm:prompt_tokens_by_source_total", source="local_compute") <= 1
+    assert (
+        moved.total("vllm:prompt_tokens_by_source_total", source="local_compute") <= 1
+    )
     wait_until(
         lambda: (
             (pair.producer.metrics() - before_p).total(
@@ -170,7 +200,9 @@ def test_every_prompt_is_loaded_and_answered_as_one_engine_would(
     prompts = [long_prompt(f"At once {n}", 10 + 30 * n) for n in range(6)]
     counted = Counted(pair)
     with ThreadPoolExecutor(len(prompts)) as clients:
-        answers = list(clients.map(lambda prompt: post(front, BODY | {"prompt": prompt}), prompts))
+        answers = list(
+            clients.map(lambda prompt: post(front, BODY | {"prompt": prompt}), prompts)
+        )
     assert [text_of(answer) for answer in answers] == plain(pair, prompts)
     assert (counted.loads, counted.recomputes) == (len(prompts), {})
     for engine, logged in (
@@ -183,7 +215,9 @@ def test_every_prompt_is_loaded_and_answered_as_one_engine_would(
         )
 
 
-def test_clients_that_leave_at_any_time_leave_nothing_behind(pair: ServerPair, front: str) -> None:
+def test_clients_that_leave_at_any_time_leave_nothing_behind(
+    pair: ServerPair, front: str
+) -> None:
     def leave(n: int) -> None:
         body = BODY | {
             "prompt": long_prompt(f"Client {n} leaves", 150),
@@ -194,7 +228,11 @@ def test_clients_that_leave_at_any_time_leave_nothing_behind(pair: ServerPair, f
         with (
             suppress(httpx.ReadTimeout),
             httpx.stream(
-                "POST", front + "/v1/completions", json=body, timeout=patience, trust_env=False
+                "POST",
+                front + "/v1/completions",
+                json=body,
+                timeout=patience,
+                trust_env=False,
             ) as answer,
         ):
             next(answer.iter_lines())
@@ -202,9 +240,9 @@ def test_clients_that_leave_at_any_time_leave_nothing_behind(pair: ServerPair, f
     with ThreadPoolExecutor(4) as clients:
         list(clients.map(leave, range(12)))
     prompts = [long_prompt(f"Client {n} leaves", 150) for n in (0, 11)]
-    assert [text_of(post(front, BODY | {"prompt": prompt})) for prompt in prompts] == plain(
-        pair, prompts
-    )
+    assert [
+        text_of(post(front, BODY | {"prompt": prompt})) for prompt in prompts
+    ] == plain(pair, prompts)
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
@@ -224,7 +262,9 @@ def test_legs_may_come_seconds_apart(pair: ServerPair, first: str) -> None:
     assert (counted.loads, counted.recomputes) == (1, {})
 
 
-def test_one_transfer_id_joins_legs_with_different_request_ids(pair: ServerPair) -> None:
+def test_one_transfer_id_joins_legs_with_different_request_ids(
+    pair: ServerPair,
+) -> None:
     prompts = [long_prompt(f"Joined {n}") for n in range(2)]
     params, counted = decode_params(pair.producer, transfer_id="joined"), Counted(pair)
     with ThreadPoolExecutor(2) as router:
@@ -246,14 +286,18 @@ def test_a_prompt_that_the_producer_refuses_is_computed(
     assert (counted.loads, counted.recomputes) == (0, {"prompt_unknown": 1})
 
 
-def test_both_legs_may_meet_on_one_engine(pair: ServerPair, other: ForkedServer) -> None:
+def test_both_legs_may_meet_on_one_engine(
+    pair: ServerPair, other: ForkedServer
+) -> None:
     prompt = long_prompt("On one engine")
     params, before = decode_params(other, "one-engine"), other.metrics()
     with ThreadPoolExecutor(2) as router:
         decoded = router.submit(leg, other, "one-engine", prompt, params)
         assert prefill(other, "one-engine", prompt).status_code == 200
         assert text_of(decoded.result()) == pair.plain(pair.producer, prompt)
-    reasons = (other.metrics() - before).by_label("vllm:kvferry_local_recomputes_total", "reason")
+    reasons = (other.metrics() - before).by_label(
+        "vllm:kvferry_local_recomputes_total", "reason"
+    )
     assert reasons == {"local_engine": 1}
     wait_until(partial(is_idle, other), "its leases have ended", SETTLE_S)
     assert broken_of(other.log_path) == []
@@ -267,20 +311,28 @@ def test_a_router_stays_sequential_if_the_producer_announces_nothing_and_it_stil
         for name in ("One", "Two", "Three"):
             assert (
                 post(
-                    router.base_url, BODY | {"prompt": long_prompt(f"{name} in sequence")}
+                    router.base_url,
+                    BODY | {"prompt": long_prompt(f"{name} in sequence")},
                 ).status_code
                 == 200
             )
         prompts = [long_prompt(f"In sequence {n}") for n in range(2)]
         counted = Counted(pair)
-        assert texts(post(router.base_url, BODY | {"prompt": prompts})) == plain(pair, prompts)
-        assert sum(counted.recomputes.values()) == 1, "one answer has the params of one prompt"
+        assert texts(post(router.base_url, BODY | {"prompt": prompts})) == plain(
+            pair, prompts
+        )
+        assert sum(counted.recomputes.values()) == 1, (
+            "one answer has the params of one prompt"
+        )
     prompt, counted = long_prompt("Asked all the same"), Counted(pair)
     params = decode_params(other, "asked")
     with ThreadPoolExecutor(2) as clients:
         decoded = clients.submit(leg, pair.consumer, "asked", prompt, params)
         assert (
-            prefill(other, "asked", prompt).json()["kv_transfer_params"]["transfer_mode"] == "pull"
+            prefill(other, "asked", prompt).json()["kv_transfer_params"][
+                "transfer_mode"
+            ]
+            == "pull"
         )
         assert text_of(decoded.result()) == pair.plain(pair.producer, prompt)
     assert (counted.loads, counted.recomputes) == (1, {})
@@ -302,7 +354,10 @@ def test_a_producer_that_is_killed_with_the_prompt_in_its_queue_costs_a_prefill(
 
     with ThreadPoolExecutor(3) as router:
         router.submit(busy_until_killed)
-        wait_until(lambda: other.metrics().total("vllm:num_requests_running") == 1, "it is busy")
+        wait_until(
+            lambda: other.metrics().total("vllm:num_requests_running") == 1,
+            "it is busy",
+        )
         router.submit(prefill_until_killed)
         decoded = router.submit(leg, pair.consumer, "killed", prompt, params)
         other.kill()

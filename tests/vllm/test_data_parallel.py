@@ -22,7 +22,9 @@ def test_every_rank_of_a_data_parallel_engine_is_a_peer_of_its_own(
         name="data-parallel",
         transfer=Transfer("kv_producer"),
         extra_args=("--data-parallel-size", str(RANKS)),
-        extra_env={"VLLM_CPU_OMP_THREADS_BIND": "0|0"},  # the consumer has the other core
+        extra_env={
+            "VLLM_CPU_OMP_THREADS_BIND": "0|0"
+        },  # the consumer has the other core
     )
     prompts = [long_prompt(f"Rank {rank}") for rank in range(RANKS)]
     want = [pair.plain(pair.producer, prompt) for prompt in prompts]
@@ -34,13 +36,17 @@ def test_every_rank_of_a_data_parallel_engine_is_a_peer_of_its_own(
         params, answers = [], []
         # One after the other: engines that hold a lease step without end, and two of them leave two cores little.
         for rank, prompt in enumerate(prompts):
-            params.append(ranked.prefill(prompt, headers={"X-data-parallel-rank": str(rank)}))
+            params.append(
+                ranked.prefill(prompt, headers={"X-data-parallel-rank": str(rank)})
+            )
             answers.append(text_of(ranked.decode(prompt, params[-1])))
         counted = pair.consumer.metrics() - before
     # A prompt of another rank is not in a rank's cache: what is right was read from the rank that had it.
     assert answers == want
     engines = [engine_of(one["remote_engine_id"]) for one in params]
-    assert engines == [f"{engines[0].removesuffix('_dp0')}_dp{rank}" for rank in range(RANKS)]
+    assert engines == [
+        f"{engines[0].removesuffix('_dp0')}_dp{rank}" for rank in range(RANKS)
+    ]
     assert params[1]["remote_port"] == params[0]["remote_port"] + 1
     assert counted.total("vllm:kvferry_loads_total") == RANKS
     assert counted.total("vllm:kvferry_local_recomputes_total") == 0

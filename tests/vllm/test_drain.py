@@ -24,7 +24,9 @@ LEASE_S = 3600.0
 def server(name: str, core: str, role: str, logs: Path, **extra: Any) -> ForkedServer:
     """A server that drains before it ends."""
     transfer = Transfer(role, extra_config=extra)
-    return small_server(name, core, transfer, logs, args=("--shutdown-timeout", str(DRAIN_S)))
+    return small_server(
+        name, core, transfer, logs, args=("--shutdown-timeout", str(DRAIN_S))
+    )
 
 
 def terminate(engine: ForkedServer) -> int:
@@ -46,9 +48,13 @@ def check_gone(engine: ForkedServer, group: int) -> None:
     """It ends by itself, with status 0, and leaves no process behind."""
     assert engine.process is not None
     engine.process.join(ENDS_S)
-    assert engine.process.exitcode == 0, engine.failure(f"ended with {engine.process.exitcode}")
+    assert engine.process.exitcode == 0, engine.failure(
+        f"ended with {engine.process.exitcode}"
+    )
     wait_until(lambda: not has_processes(group), "no process is left", timeout_s=10.0)
-    assert "force killing" not in engine.log_path.read_text(), engine.failure("was killed")
+    assert "force killing" not in engine.log_path.read_text(), engine.failure(
+        "was killed"
+    )
 
 
 def test_a_server_that_drains_is_read_to_the_end_and_exits_after_the_last_reader(

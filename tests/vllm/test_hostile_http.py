@@ -32,10 +32,16 @@ def put_in_ticket(**values: Any) -> Change:
 
 # One of every kind: engine_core/test_hostile_params.py has all keys, without HTTP between.
 CASES = [
-    Case("do_remote_prefill alone", lambda _: {"do_remote_prefill": True}, "foreign_params"),
+    Case(
+        "do_remote_prefill alone",
+        lambda _: {"do_remote_prefill": True},
+        "foreign_params",
+    ),
     Case(
         "no host",
-        lambda params: {key: value for key, value in params.items() if key != "remote_host"},
+        lambda params: {
+            key: value for key, value in params.items() if key != "remote_host"
+        },
     ),
     Case("a port that is an object", put(remote_port={"x": [1]})),
     Case("kvferry is a list", put(kvferry=[])),
@@ -44,11 +50,23 @@ CASES = [
         "ten million block ids",
         lambda params: put(remote_block_ids=[list(range(10_000_000))])(params),
     ),
-    Case("block ids out of range", put(remote_block_ids=[[10**6, 10**6 + 1]]), "load_failed"),
+    Case(
+        "block ids out of range",
+        put(remote_block_ids=[[10**6, 10**6 + 1]]),
+        "load_failed",
+    ),
     Case("a dead port", put(remote_port=9), "load_failed"),
-    Case("a host that is not trusted", put(remote_host="203.0.113.7"), "host_not_allowed"),
-    Case("a name that is not trusted", put(remote_host="no.such.host.invalid"), "host_not_allowed"),
-    Case("an address with a zone", put(remote_host="::1%2]:0;[::1"), "host_not_allowed"),
+    Case(
+        "a host that is not trusted", put(remote_host="203.0.113.7"), "host_not_allowed"
+    ),
+    Case(
+        "a name that is not trusted",
+        put(remote_host="no.such.host.invalid"),
+        "host_not_allowed",
+    ),
+    Case(
+        "an address with a zone", put(remote_host="::1%2]:0;[::1"), "host_not_allowed"
+    ),
     Case("another epoch", put_in_ticket(lease_epoch="0" * 14 + "1"), "load_failed"),
 ]
 

@@ -75,7 +75,11 @@ def chat(**more: Any) -> Kind:
 
 def tools(*history: Params, **more: Any) -> Kind:
     def body(name: str) -> Params:
-        city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+        city = {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        }
         tool = {
             "description": f"{name}: the weather of a city",
             "name": "weather",
@@ -83,7 +87,11 @@ def tools(*history: Params, **more: Any) -> Kind:
         }
         messages = [*_said(long_prompt(name)), *history]
         offered = [{"type": "function", "function": tool}]
-        return BODY | {"messages": messages, "tools": offered, "chat_template": TEMPLATE} | more
+        return (
+            BODY
+            | {"messages": messages, "tools": offered, "chat_template": TEMPLATE}
+            | more
+        )
 
     return Kind(CHAT, body)
 
@@ -105,7 +113,9 @@ KINDS = {
     "completion": completion(stream=True),
     "the same prompt again": Kind(COMPLETIONS, completion().body, before=1),
     "`n: 3`": completion(**SAMPLED, n=3),
-    "a list of 3 prompts": Kind(COMPLETIONS, lambda name: BODY | {"prompt": _several(name)}),
+    "a list of 3 prompts": Kind(
+        COMPLETIONS, lambda name: BODY | {"prompt": _several(name)}
+    ),
     "`echo`; `best_of` (vLLM ignores it)": completion(echo=True, best_of=3),
     "`logprobs`": completion(logprobs=2),
     "`prompt_logprobs`, `echo` with `logprobs`": completion(prompt_logprobs=1),
@@ -179,19 +189,32 @@ class Sender:
             tokens(self._pair.producer.metrics() - before[0], "local_compute"),
             *(
                 tokens(consumed, source)
-                for source in ("external_kv_transfer", "local_cache_hit", "local_compute")
+                for source in (
+                    "external_kv_transfer",
+                    "local_cache_hit",
+                    "local_compute",
+                )
             ),
         ]
-        reasons = set(consumed.by_label("vllm:kvferry_local_recomputes_total", "reason"))
+        reasons = set(
+            consumed.by_label("vllm:kvferry_local_recomputes_total", "reason")
+        )
         row = ROWS[request, self._legs]
-        assert all(fits(*each) for each in zip(row.tokens, counts, strict=True)), (counts, row)
+        assert all(fits(*each) for each in zip(row.tokens, counts, strict=True)), (
+            counts,
+            row,
+        )
         assert reasons <= row.reasons, (reasons, row)
         assert bool(reasons) == bool(row.reasons), (reasons, row)
         salted = body | {
             "cache_salt": "alone"
         }  # shares no cache with this request and its next turn
         alone = said(post(self._pair.producer.base_url, salted, path=path))
-        assert said(answer) == alone == said(post(self._pair.consumer.base_url, body, path=path))
+        assert (
+            said(answer)
+            == alone
+            == said(post(self._pair.consumer.base_url, body, path=path))
+        )
         return answer
 
     def through(self, path: str, body: Params) -> httpx.Response:
@@ -220,7 +243,8 @@ def tokens(counted: Scrape, source: str = "") -> int:
     """Prompt tokens of one source, or of all."""
     return int(
         counted.total(
-            "vllm:prompt_tokens_by_source_total", **({"source": source} if source else {})
+            "vllm:prompt_tokens_by_source_total",
+            **({"source": source} if source else {}),
         )
     )
 
@@ -235,13 +259,19 @@ def said(answer: httpx.Response) -> Any:
     assert answer.status_code == 200, answer.text
     if answer.headers["content-type"].startswith("text/event-stream"):
         events = [
-            json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+            json.loads(line[6:])
+            for line in answer.text.splitlines()
+            if line.startswith("data: {")
         ]
-        return "".join(choice["text"] for event in events for choice in event["choices"])
+        return "".join(
+            choice["text"] for event in events for choice in event["choices"]
+        )
     found = answer.json()
     if "choices" not in found:
         return found.get("content") or [each["content"] for each in found["output"]]
-    messages = [(each["index"], each.get("message") or each) for each in found["choices"]]
+    messages = [
+        (each["index"], each.get("message") or each) for each in found["choices"]
+    ]
     return [
         (
             index,
@@ -264,7 +294,11 @@ def seers(logs: Path) -> Iterator[ServerPair]:
             "extra_args": ("--trust-request-chat-template",),
         }
         spec = EngineSpec(
-            f"seeing-{name}", str(multimodal()), devices=(core,), transfer=transfer, **seeing
+            f"seeing-{name}",
+            str(multimodal()),
+            devices=(core,),
+            transfer=transfer,
+            **seeing,
         )
         return running.enter_context(ForkedServer(spec, logs))
 
@@ -277,7 +311,9 @@ def seers(logs: Path) -> Iterator[ServerPair]:
 
 def router_of(pair: ServerPair, logs: Path, path: str, body: Params) -> Iterator[str]:
     """A router that sends both legs at once from now on."""
-    with Router([pair.producer.base_url], [pair.consumer.base_url], logs, TIMEOUT_S) as router:
+    with Router(
+        [pair.producer.base_url], [pair.consumer.base_url], logs, TIMEOUT_S
+    ) as router:
         router.wait_ready(60)
         assert post(router.base_url, body, path=path).status_code == 200
         yield router.base_url
@@ -285,7 +321,9 @@ def router_of(pair: ServerPair, logs: Path, path: str, body: Params) -> Iterator
 
 @pytest.fixture(scope="module")
 def front(pair: ServerPair, logs: Path) -> Iterator[str]:
-    yield from router_of(pair, logs, COMPLETIONS, BODY | {"prompt": long_prompt("Kinds")})
+    yield from router_of(
+        pair, logs, COMPLETIONS, BODY | {"prompt": long_prompt("Kinds")}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +341,9 @@ def image(seed: int) -> Params:
     Image.fromarray(pixels).save(file, "PNG")
     return {
         "type": "image_url",
-        "image_url": {"url": f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"},
+        "image_url": {
+            "url": f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+        },
     }
 
 
@@ -342,7 +382,9 @@ def test_a_kind(pair: ServerPair, front: str, request_: str, legs: str) -> None:
 
 
 @pytest.mark.parametrize("legs", ["in turn", "at once"])
-def test_turns_of_a_chat_with_an_image(seers: ServerPair, seeing_front: str, legs: str) -> None:
+def test_turns_of_a_chat_with_an_image(
+    seers: ServerPair, seeing_front: str, legs: str
+) -> None:
     """In every turn the whole history is sent again: the producer never had the answers in it, which the decoder has
     generated; so it computes them, and the decoder finds them in its own cache."""
     sender, number = Sender(seers, legs, seeing_front), next(_numbers)
@@ -356,5 +398,12 @@ def test_turns_of_a_chat_with_an_image(seers: ServerPair, seeing_front: str, leg
     sender.send(
         TURNS[3],
         CHAT,
-        seen([{"role": "user", "content": [image(number + 1), *history[0]["content"][1:]]}]),
+        seen(
+            [
+                {
+                    "role": "user",
+                    "content": [image(number + 1), *history[0]["content"][1:]],
+                }
+            ]
+        ),
     )

@@ -35,7 +35,9 @@ def test_a_stock_decoder_computes_what_a_kvferry_producer_prefilled(
         got = [text_of(mixed.hand_over(prompt)) for prompt in PROMPTS]
         assert got == want
         assert [mixed.plain(stock, prompt) for prompt in PROMPTS] == want
-    assert (pair.producer.metrics() - before).total("vllm:kvferry_bad_frames_total") >= 1
+    assert (pair.producer.metrics() - before).total(
+        "vllm:kvferry_bad_frames_total"
+    ) >= 1
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,8 @@ def other_weights(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         tensors = load_file(file)
         torch.manual_seed(1)
         changed = {
-            name: tensor + 1e-3 * torch.randn_like(tensor) for name, tensor in tensors.items()
+            name: tensor + 1e-3 * torch.randn_like(tensor)
+            for name, tensor in tensors.items()
         }
         save_file(changed, file, metadata={"format": "pt"})
     return copied

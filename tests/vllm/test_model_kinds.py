@@ -18,7 +18,13 @@ import numpy as np
 import pytest
 
 from scripts.accuracy.model import default_cache_dir
-from tests.vllm.forked_engine import EngineFailed, ForkedEngine, hand_over, hand_over_at_once, start
+from tests.vllm.forked_engine import (
+    EngineFailed,
+    ForkedEngine,
+    hand_over,
+    hand_over_at_once,
+    start,
+)
 from tests.vllm.forked_engine_child import Answer, EngineSpec
 from tests.vllm.model_extras import IMAGE_PIXELS, adapter, multimodal
 from tests.vllm.model_kinds import DRAFTED, EXACT, GDN, K_AND_V, LLAMA, Kind
@@ -61,7 +67,12 @@ def continuations(
     found = []
     for prompt in prompts:
         said = engine.answer(prompt, tokens=9)
-        found.append(([*prompt, said.tokens[0]], Answer(said.tokens[1:], said.logprobs[1:], None)))
+        found.append(
+            (
+                [*prompt, said.tokens[0]],
+                Answer(said.tokens[1:], said.logprobs[1:], None),
+            )
+        )
     assert len({tuple(answer.tokens) for _, answer in found}) == len(prompts)
     return found
 
@@ -92,18 +103,27 @@ def assert_every_byte_counts(
         for state in states:
             params = producer.prefill(prompt)
             producer.flip_a_byte(layers[0], params["remote_block_ids"][index][0], state)
-            assert consumer.answer(prompt, params).logprobs != right.logprobs, (layers, state)
+            assert consumer.answer(prompt, params).logprobs != right.logprobs, (
+                layers,
+                state,
+            )
 
 
 @pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.model)
-def test_a_model_is_handed_over_alone_and_between_one_rank_and_two(kind: Kind, logs: Path) -> None:
+def test_a_model_is_handed_over_alone_and_between_one_rank_and_two(
+    kind: Kind, logs: Path
+) -> None:
     with ExitStack() as running:
         one, twin, two = start(
-            running, logs, [kind.spec("one"), kind.spec("twin", cores="1"), kind.spec("two", 2)]
+            running,
+            logs,
+            [kind.spec("one"), kind.spec("twin", cores="1"), kind.spec("two", 2)],
         )
         alone = answers(one)
         assert_handed_over(one, twin, PROMPTS, alone, kind)
-        assert_handed_over(one, two, SOME, [two.answer(prompt) for prompt in SOME], kind)
+        assert_handed_over(
+            one, two, SOME, [two.answer(prompt) for prompt in SOME], kind
+        )
         assert_handed_over(two, one, SOME, alone[1::2], kind)
         assert_every_byte_counts(one, twin)
 
@@ -111,11 +131,16 @@ def test_a_model_is_handed_over_alone_and_between_one_rank_and_two(kind: Kind, l
 @pytest.mark.parametrize(
     "kind", [kind for kind in EXACT if kind.is_hybrid], ids=lambda kind: kind.model
 )
-def test_what_grows_of_a_hybrid_is_read_while_it_is_computed(kind: Kind, logs: Path) -> None:
+def test_what_grows_of_a_hybrid_is_read_while_it_is_computed(
+    kind: Kind, logs: Path
+) -> None:
     """Its windows and states are read when it is complete."""
     prompt = PROMPTS[-1]
     with ExitStack() as running:
-        specs = [kind.spec("in-parts", max_num_batched_tokens=128), kind.spec("beside", cores="1")]
+        specs = [
+            kind.spec("in-parts", max_num_batched_tokens=128),
+            kind.spec("beside", cores="1"),
+        ]
         producer, consumer = start(running, logs, specs)
         expected = consumer.answer(prompt)
         answer, counted = hand_over_at_once(producer, consumer, prompt, "both-legs")
@@ -136,9 +161,10 @@ def test_a_gated_delta_net_is_handed_over_exactly_between_equals_and_else_within
         one, twin, two = start(running, logs, specs)
         for prompt, expected in continuations(one, PROMPTS):
             found, read = hand_over(one, twin, prompt)
-            assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs), len(
-                prompt
-            )
+            assert (found.tokens, found.logprobs) == (
+                expected.tokens,
+                expected.logprobs,
+            ), len(prompt)
             assert read == GDN.needed(prompt)
         for producer, consumer in ((one, two), (two, one)):
             same = 0
@@ -178,7 +204,10 @@ def test_adapters_and_salts_belong_to_what_is_handed_over(logs: Path) -> None:
         ]
         for more, expected in equals:
             found, read = hand_over(producer, consumer, prompt, **more)
-            assert (difference(found, expected) < NOISE, read) == (True, LLAMA.needed(prompt)), more
+            assert (difference(found, expected) < NOISE, read) == (
+                True,
+                LLAMA.needed(prompt),
+            ), more
         others: list[tuple[dict[str, Any], dict[str, Any], Answer]] = [
             ({"lora": lora}, {}, plain),
             ({}, {"lora": lora}, adapted),
@@ -190,9 +219,9 @@ def test_adapters_and_salts_belong_to_what_is_handed_over(logs: Path) -> None:
             found = consumer.answer(prompt, producer.prefill(prompt, **asked), **given)
             counted = consumer.metrics() - before
             assert difference(found, expected) < NOISE, (asked, given)
-            assert counted.by_label("vllm:kvferry_local_recomputes_total", "reason") == {
-                "other_prompt": 1
-            }
+            assert counted.by_label(
+                "vllm:kvferry_local_recomputes_total", "reason"
+            ) == {"other_prompt": 1}
             assert counted.total("vllm:nixl_bytes_transferred_sum") == 0
 
 
@@ -201,18 +230,24 @@ def test_images_belong_to_what_is_handed_over(logs: Path) -> None:
     from PIL import Image
 
     numbers = np.random.default_rng(5)
-    pixels = numbers.integers(0, 256, (2, IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8)
+    pixels = numbers.integers(
+        0, 256, (2, IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8
+    )
     first, second = (Image.fromarray(each) for each in pixels)
     prompt = PROMPTS[1]
     model = str(multimodal())
     settings: dict[str, Any] = {"max_model_len": 512, "skip_tokenizer_init": False}
     with ExitStack() as running:
         specs = [
-            EngineSpec(f"images-{name}", model, "kv_both", cores=cores, engine_args=settings)
+            EngineSpec(
+                f"images-{name}", model, "kv_both", cores=cores, engine_args=settings
+            )
             for name, cores in (("one", "0"), ("twin", "1"))
         ]
         one, twin = start(running, logs, specs)
-        alone, of_second = (twin.answer(prompt, image=image) for image in (first, second))
+        alone, of_second = (
+            twin.answer(prompt, image=image) for image in (first, second)
+        )
         assert alone.tokens != of_second.tokens
         found, read = hand_over(one, twin, prompt, image=first)
         assert (difference(found, alone) < NOISE, read) == (True, 128 * 2 * 2 * K_AND_V)
@@ -245,7 +280,9 @@ def test_a_decoder_that_drafts_is_given_the_prompt_and_its_drafters_cache(
         assert_handed_over(one, twin, PROMPTS, answers(twin), kind)
 
 
-def test_a_cache_of_fp8_is_handed_over_where_the_processor_can_attend_to_one(logs: Path) -> None:
+def test_a_cache_of_fp8_is_handed_over_where_the_processor_can_attend_to_one(
+    logs: Path,
+) -> None:
     with ExitStack() as running:
         specs = [
             LLAMA.spec(f"fp8-{name}", cores=cores, kv_cache_dtype="fp8")
@@ -265,6 +302,9 @@ def test_a_cache_of_fp8_is_handed_over_where_the_processor_can_attend_to_one(log
 def test_mamba_1_is_not_served_by_vllm_on_a_cpu(logs: Path) -> None:
     """It starts, and ends with its first request. When this fails, the model belongs to those above."""
     spec = replace(Kind("small-mamba1-hybrid").spec("plain"), role="")
-    with ForkedEngine(spec, logs) as engine, pytest.raises(EngineFailed, match="has ended"):
+    with (
+        ForkedEngine(spec, logs) as engine,
+        pytest.raises(EngineFailed, match="has ended"),
+    ):
         engine.ask(PROMPTS[0])
     assert NO_MAMBA_1 in engine.log_path.read_text()

@@ -35,7 +35,10 @@ def server(name: str, core: str, role: str, logs: Path, disk: Path) -> ForkedSer
         example | {"kv_connector_extra_config": {"shared_storage_path": str(disk)}},
     ]
     transfer = Transfer(
-        role, module=STOCK, connector="MultiConnector", extra_config={"connectors": children}
+        role,
+        module=STOCK,
+        connector="MultiConnector",
+        extra_config={"connectors": children},
     )
     return small_server(name, core, transfer, logs)
 

@@ -57,7 +57,11 @@ def test_three_turns_answer_as_one_engine_and_move_only_what_is_new(logs: Path) 
         alone = EngineSpec("turns-alone", model, block_size=DECODER_BLOCK)
         single, prefiller, decoder = (
             running.enter_context(ForkedEngine(spec, logs))
-            for spec in (alone, both, replace(both, name="turns-decode", block_size=DECODER_BLOCK))
+            for spec in (
+                alone,
+                both,
+                replace(both, name="turns-decode", block_size=DECODER_BLOCK),
+            )
         )
         text: list[int] = []
         offer = None
@@ -70,10 +74,14 @@ def test_three_turns_answer_as_one_engine_and_move_only_what_is_new(logs: Path) 
             assert answer.tokens == single.ask(text, tokens=COUNT)
             held = len(text) - len(said) - 1
             expected = (
-                tokens_read(in_prefiller, held, PREFILLER_BLOCK, DECODER_BLOCK) if offer else 0
+                tokens_read(in_prefiller, held, PREFILLER_BLOCK, DECODER_BLOCK)
+                if offer
+                else 0
             )
             assert read(prefiller.metrics() - before[0]) == expected * token_bytes
-            expected = tokens_read(in_decoder, len(text), DECODER_BLOCK, PREFILLER_BLOCK)
+            expected = tokens_read(
+                in_decoder, len(text), DECODER_BLOCK, PREFILLER_BLOCK
+            )
             assert read(decoder.metrics() - before[1]) == expected * token_bytes
             in_prefiller, in_decoder = len(text), len(text) + COUNT - 1
             text, offer = [*text, *answer.tokens], answer.params

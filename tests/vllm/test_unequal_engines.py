@@ -27,7 +27,8 @@ Tokens = list[int]
 
 _rng = random.Random(5)
 PROMPTS: list[Tokens] = [
-    [_rng.randrange(3, 49000) for _ in range(n)] for n in (3, 31, 32, 33, 127, 128, 129, 300)
+    [_rng.randrange(3, 49000) for _ in range(n)]
+    for n in (3, 31, 32, 33, 127, 128, 129, 300)
 ]
 ON_ANY_CORES = {1: "0", 2: "0|1"}
 
@@ -43,7 +44,9 @@ class Answers:
         key = (model, tp, block_size)
         if key not in self._known:
             name = f"plain-{Path(model).name}-tp{tp}-block{block_size}"
-            spec = EngineSpec(name, model, tp=tp, block_size=block_size, cores=ON_ANY_CORES[tp])
+            spec = EngineSpec(
+                name, model, tp=tp, block_size=block_size, cores=ON_ANY_CORES[tp]
+            )
             with ForkedEngine(spec, self._logs) as engine:
                 self._known[key] = [engine.ask(prompt) for prompt in PROMPTS]
         return self._known[key]
@@ -54,7 +57,9 @@ def answers(logs: Path) -> Answers:
     return Answers(logs)
 
 
-def hand_over_all(producer: ForkedEngine, consumer: ForkedEngine) -> tuple[list[Tokens], list[int]]:
+def hand_over_all(
+    producer: ForkedEngine, consumer: ForkedEngine
+) -> tuple[list[Tokens], list[int]]:
     """The answers to all prompts, and the bytes that were moved for each."""
     done = [hand_over(producer, consumer, prompt) for prompt in PROMPTS]
     return [answer.tokens for answer, _ in done], [read for _, read in done]
@@ -84,7 +89,9 @@ def test_one_rank_and_two_hand_over_to_each_other_whatever_the_number_of_kv_head
         for producer, consumer, expected in ((one, two, sharded), (two, one, alone)):
             found, read = hand_over_all(producer, consumer)
             assert found == expected, f"TP {producer.spec.tp} to TP {consumer.spec.tp}"
-            stated = [needed(model, prompt, 128, consumer.spec.tp) for prompt in PROMPTS]
+            stated = [
+                needed(model, prompt, 128, consumer.spec.tp) for prompt in PROMPTS
+            ]
             assert read == stated
 
 
@@ -98,12 +105,20 @@ def test_pipeline_stages_hand_over_to_one_and_take_over_from_others(
     ranks = EngineSpec("ranks", model, "kv_producer", tp=2, cores="0|1")
     with ExitStack() as running:
         source, target, sharded = start(running, logs, [stages, one, ranks])
-        for producer, consumer in ((source, target), (target, source), (sharded, source)):
+        for producer, consumer in (
+            (source, target),
+            (target, source),
+            (sharded, source),
+        ):
             found, read = hand_over_all(producer, consumer)
-            assert found == answers.of(model), f"{producer.spec.name} to {consumer.spec.name}"
+            assert found == answers.of(model), (
+                f"{producer.spec.name} to {consumer.spec.name}"
+            )
             assert read == [needed(model, prompt, 128) for prompt in PROMPTS]
     (plan,) = set(
-        re.findall(r"plan producer=\S+ tp0 of \[.*\]: (reads .*)", target.log_path.read_text())
+        re.findall(
+            r"plan producer=\S+ tp0 of \[.*\]: (reads .*)", target.log_path.read_text()
+        )
     )
     assert re.findall(r"reads (\S+): ", plan) in (
         ["tp0/pp0…1"],
@@ -119,8 +134,12 @@ def test_blocks_of_another_size_are_filled(
     model = model_folder(TINY_MODEL)
     name = f"{theirs}-to-{ours}"
     producer = EngineSpec(f"producer-{name}", model, "kv_producer", block_size=theirs)
-    consumer = EngineSpec(f"staged-{name}", model, "kv_consumer", block_size=ours, cores="1")
-    direct = replace(consumer, name=f"direct-{name}", extra_config={"staging_pool_bytes": 0})
+    consumer = EngineSpec(
+        f"staged-{name}", model, "kv_consumer", block_size=ours, cores="1"
+    )
+    direct = replace(
+        consumer, name=f"direct-{name}", extra_config={"staging_pool_bytes": 0}
+    )
     least, most = (
         [needed(model, prompt, blocks) for prompt in PROMPTS]
         for blocks in (min(theirs, ours), theirs)
@@ -131,10 +150,12 @@ def test_blocks_of_another_size_are_filled(
                 found, read = hand_over_all(source, target)
             assert found == answers.of(model, block_size=ours), spec.name
             plans = re.findall(
-                r"plan producer=\S+ tp0 of \[.*\]: (reads .*)", target.log_path.read_text()
+                r"plan producer=\S+ tp0 of \[.*\]: (reads .*)",
+                target.log_path.read_text(),
             )
             assert ["staged" in plan for plan in plans] == [spec is consumer]
             # What is staged may be read in whole blocks of the producer.
             assert all(
-                low <= moved <= high for low, moved, high in zip(least, read, allowed, strict=True)
+                low <= moved <= high
+                for low, moved, high in zip(least, read, allowed, strict=True)
             ), spec.name

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import structs
 
-from kvferry.protocol.ids import EMPTY, Epoch, SlotState, epoch_to_text, progress_word, slot_word
+from kvferry.protocol.ids import (
+    EMPTY,
+    Epoch,
+    SlotState,
+    epoch_to_text,
+    progress_word,
+    slot_word,
+)
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.stream_rows import STREAM_ROWS, header_word
@@ -57,7 +64,9 @@ class ModelLease:
     def word(self) -> int:
         if self.over:
             return EMPTY
-        return slot_word(self.epoch, SlotState.READY if self.ready else SlotState.COMPUTING)
+        return slot_word(
+            self.epoch, SlotState.READY if self.ready else SlotState.COMPUTING
+        )
 
 
 leases_of = st.integers(0, 10**6)
@@ -77,7 +86,10 @@ class LeaseTableHistory(RuleBasedStateMachine):
         self.reported: list[str] = []
 
     def current(self, slot: int) -> ModelLease | None:
-        return next((lease for lease in self.leases if lease.slot == slot and not lease.over), None)
+        return next(
+            (lease for lease in self.leases if lease.slot == slot and not lease.over),
+            None,
+        )
 
     def pick(self, draw: int, among: list[ModelLease]) -> ModelLease:
         return among[draw % len(among)]
@@ -88,14 +100,18 @@ class LeaseTableHistory(RuleBasedStateMachine):
             return
         assert request_id == lease.request_id
         assert lease.held, "reported before its hold"
-        assert self.table.words[lease.slot] == EMPTY, "reported before its word was cleared"
+        assert self.table.words[lease.slot] == EMPTY, (
+            "reported before its word was cleared"
+        )
         assert request_id not in self.reported, "reported twice"
         self.reported.append(request_id)
 
     def free(self) -> list[int]:
         """Slots without a lease, and those whose lease was abandoned before its hold: its end may come later."""
         found = {slot: self.current(slot) for slot in range(SLOTS)}
-        return [slot for slot, lease in found.items() if lease is None or not lease.held]
+        return [
+            slot for slot, lease in found.items() if lease is None or not lease.held
+        ]
 
     @precondition(lambda self: bool(self.free()))
     @rule(draw=leases_of)
@@ -118,7 +134,8 @@ class LeaseTableHistory(RuleBasedStateMachine):
     def hold(self, draw: int) -> None:
         lease = self.pick(draw, [x for x in self.leases if not x.held])
         said = self.table.hold(
-            LeaseHold(request_id=lease.request_id, slot=lease.slot, epoch=lease.text), lease.mark
+            LeaseHold(request_id=lease.request_id, slot=lease.slot, epoch=lease.text),
+            lease.mark,
         )
         lease.held = True
         if lease.over:
@@ -158,7 +175,8 @@ class LeaseTableHistory(RuleBasedStateMachine):
             + 1,
             first_blocks=first,
             blocks=tuple(
-                tuple(range(900 * group + 7, 900 * group + 7 + n)) for group, n in enumerate(counts)
+                tuple(range(900 * group + 7, 900 * group + 7 + n))
+                for group, n in enumerate(counts)
             ),
         )
 
@@ -167,7 +185,8 @@ class LeaseTableHistory(RuleBasedStateMachine):
     def publish(self, draw: int, more: tuple[int, int]) -> None:
         lease = self.pick(draw, [x for x in self.leases if not x.held])
         counts = tuple(
-            min(n, most - has) for n, most, has in zip(more, ROW_BLOCKS, lease.blocks, strict=True)
+            min(n, most - has)
+            for n, most, has in zip(more, ROW_BLOCKS, lease.blocks, strict=True)
         )
         order = self.progress_of(lease, lease.blocks, counts)
         assert self.table.publish(order) == (not lease.over)
@@ -175,7 +194,9 @@ class LeaseTableHistory(RuleBasedStateMachine):
             return
         self.ending.append(order)
         lease.row = order.row
-        for start, first, ids in zip((0, ROW_BLOCKS[0]), lease.blocks, order.blocks, strict=True):
+        for start, first, ids in zip(
+            (0, ROW_BLOCKS[0]), lease.blocks, order.blocks, strict=True
+        ):
             self.ids[order.row, start + first : start + first + len(ids)] = ids
         lease.blocks = tuple(map(sum, zip(lease.blocks, counts, strict=True)))
 
@@ -218,7 +239,9 @@ class LeaseTableHistory(RuleBasedStateMachine):
     def a_step_raises(self) -> None:
         """What could be read before can be read; nothing else is any more."""
         ended = [lease for lease in self.leases if not lease.over and not lease.ready]
-        said = [request_id for request_id in self.table.distrust() if request_id is not None]
+        said = [
+            request_id for request_id in self.table.distrust() if request_id is not None
+        ]
         assert sorted(said) == sorted(lease.request_id for lease in ended if lease.held)
         for lease in ended:
             lease.over = True
@@ -245,7 +268,8 @@ class LeaseTableHistory(RuleBasedStateMachine):
         return [
             x
             for x in self.leases
-            if not x.held and (not x.over or (x.broken and self.current(x.slot) is None))
+            if not x.held
+            and (not x.over or (x.broken and self.current(x.slot) is None))
         ]
 
     @precondition(lambda self: bool(self.preemptible()))
@@ -261,7 +285,9 @@ class LeaseTableHistory(RuleBasedStateMachine):
         former.over, former.broken = True, False
         self.leases.append(lease)
         origin = epoch_to_text(lease.origin)
-        self.table.open(LeaseOpen(slot=lease.slot, epoch=lease.text, row=lease.row, origin=origin))
+        self.table.open(
+            LeaseOpen(slot=lease.slot, epoch=lease.text, row=lease.row, origin=origin)
+        )
 
     @precondition(lambda self: bool(self.leases))
     @rule(draw=leases_of)
@@ -280,7 +306,11 @@ class LeaseTableHistory(RuleBasedStateMachine):
         lease = self.pick(draw, self.leases)
         consumer, worker, expected = notifier
         message = Done(
-            slot=lease.slot, epoch=lease.text, consumer=consumer, worker=worker, expected=expected
+            slot=lease.slot,
+            epoch=lease.text,
+            consumer=consumer,
+            worker=worker,
+            expected=expected,
         )
         if lease.over:
             with pytest.raises(KeyError):
@@ -303,10 +333,13 @@ class LeaseTableHistory(RuleBasedStateMachine):
             self.table.done(
                 Done(slot=slot, epoch=text, consumer=CONSUMERS[0], worker=0, expected=1)
             )
-        assert self.table.end(LeaseEnd(request_id="forged", slot=slot, epoch=text)) is None
+        assert (
+            self.table.end(LeaseEnd(request_id="forged", slot=slot, epoch=text)) is None
+        )
         assert (
             self.table.hold(
-                LeaseHold(request_id="forged", slot=slot, epoch=text), FakeMark(over=True)
+                LeaseHold(request_id="forged", slot=slot, epoch=text),
+                FakeMark(over=True),
             )
             == "forged"
         )
@@ -323,7 +356,9 @@ class LeaseTableHistory(RuleBasedStateMachine):
             )
         live = [lease for lease in self.leases if not lease.over]
         assert self.table.held() == sum(lease.held for lease in live)
-        assert self.table.pending() == sum((x.held and not x.ready) or bool(x.steps) for x in live)
+        assert self.table.pending() == sum(
+            (x.held and not x.ready) or bool(x.steps) for x in live
+        )
         assert table_errors(self.table.snapshot()) == []
 
     @invariant()

@@ -20,7 +20,9 @@ def hold(slot: int, epoch: str) -> LeaseHold:
 
 
 def done(slot: int, epoch: str, consumer: str, worker: int, expected: int) -> Done:
-    return Done(slot=slot, epoch=epoch, consumer=consumer, worker=worker, expected=expected)
+    return Done(
+        slot=slot, epoch=epoch, consumer=consumer, worker=worker, expected=expected
+    )
 
 
 def test_a_worker_that_repeats_itself_does_not_stand_for_its_sibling() -> None:
@@ -76,7 +78,9 @@ def held_with_a_mirror() -> tuple[LeaseTable, Mirror, FakeMark]:
     mirror, computed = Mirror(), FakeMark()
     table, epoch = LeaseTable(2, cast("Any", mirror)), epoch_to_text(Epoch(5))
     table.open(LeaseOpen(slot=1, epoch=epoch))
-    table.hold(LeaseHold(request_id="r", slot=1, epoch=epoch, blocks=((1, 2),)), computed)
+    table.hold(
+        LeaseHold(request_id="r", slot=1, epoch=epoch, blocks=((1, 2),)), computed
+    )
     return table, mirror, computed
 
 

@@ -38,7 +38,9 @@ def reader() -> SimpleNamespace:
 
 
 @pytest.fixture
-def runner(resumed: Counter[str], box: ResultBox, reader: SimpleNamespace) -> LoadRunner:
+def runner(
+    resumed: Counter[str], box: ResultBox, reader: SimpleNamespace
+) -> LoadRunner:
     """Three loads that are in flight for ever."""
     context = cast("LoadContext", SimpleNamespace(reader=reader, slot_reads=None))
     made = LoadRunner(context, box, timeout_s=60.0, max_loads=8)
@@ -108,7 +110,9 @@ class _Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        monkeypatch.setattr(load_runner, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(
+            load_runner, "time", SimpleNamespace(monotonic=lambda: self.now_s)
+        )
 
 
 @promise(5)

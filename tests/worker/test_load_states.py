@@ -36,7 +36,9 @@ def a_wait() -> Wait:
     return Wait(cast("object", None), 0, (), 0, 0)  # type: ignore[arg-type]
 
 
-def happen(loads: LoadsByState, load: Load, event: LoadEvent, now_s: float = 0.0) -> None:
+def happen(
+    loads: LoadsByState, load: Load, event: LoadEvent, now_s: float = 0.0
+) -> None:
     loads.apply(load, event, now_s, a_wait() if event is LoadEvent.PARK else None)
 
 
@@ -52,7 +54,11 @@ def load_in(state: LoadState) -> tuple[LoadsByState, Load]:
 
 def seen(loads: LoadsByState) -> dict[LoadState, list[Load]]:
     """All that the containers hold."""
-    return {state: list(loads.of(state)) for state in LoadState if state is not LoadState.OVER}
+    return {
+        state: list(loads.of(state))
+        for state in LoadState
+        if state is not LoadState.OVER
+    }
 
 
 @pytest.mark.parametrize(("state", "event"), PAIRS)
@@ -69,7 +75,9 @@ def test_every_event_in_every_state_does_what_the_table_says(
         return
     with pytest.raises(LocalProtocolError) as error:
         happen(loads, load, event, 1.0)
-    assert f"req=request: {event.name} cannot happen in state {state.name}" in str(error.value)
+    assert f"req=request: {event.name} cannot happen in state {state.name}" in str(
+        error.value
+    )
     assert str(error.value).endswith(told), "with its story"
     assert (load.state, load.wait, load.since_s) == (state, wait, 0.0)
     assert seen(loads) == before
@@ -81,7 +89,9 @@ def test_every_state_is_reachable_and_can_end() -> None:
     assert {event for _, event in LOAD_TRANSITIONS} == set(LoadEvent)
     ending = {LoadState.OVER}
     for _ in LoadState:
-        ending |= {state for (state, _), after in LOAD_TRANSITIONS.items() if after in ending}
+        ending |= {
+            state for (state, _), after in LOAD_TRANSITIONS.items() if after in ending
+        }
     assert ending == set(LoadState)
 
 
@@ -139,7 +149,8 @@ class Model:
     def containers(self) -> dict[LoadState, list[Load]]:
         return {
             state: sorted(
-                (load for load in self.histories if self.state(load) is state), key=self.entered
+                (load for load in self.histories if self.state(load) is state),
+                key=self.entered,
             )
             for state in LoadState
             if state is not LoadState.OVER

@@ -17,7 +17,9 @@ from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, Trans
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 
 
-def test_an_allocation_is_registered_once_and_whole_however_many_views_there_are() -> None:
+def test_an_allocation_is_registered_once_and_whole_however_many_views_there_are() -> (
+    None
+):
     shared = torch.zeros(1024, dtype=torch.float32)
     other = torch.zeros(7, dtype=torch.uint8)
     views = (
@@ -67,7 +69,9 @@ def test_a_peer_gets_no_entry_that_would_leave_fewer_free_than_it_then_has(
 
 
 @given(wishes=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60))
-def test_no_entry_has_two_owners_and_all_come_back(wishes: list[tuple[bool, int]]) -> None:
+def test_no_entry_has_two_owners_and_all_come_back(
+    wishes: list[tuple[bool, int]],
+) -> None:
     slot_reads, owned = SlotReads(8), list[tuple[int, ...]]()
     for take, number in wishes:
         if take:
@@ -95,7 +99,9 @@ def test_a_slot_is_read_into_its_entry_and_into_no_other() -> None:
     slot_reads.prepare(consumer)
     peer = consumer.add_peer(producer.metadata())
     row = (slots.ctypes.data, SLOT_BYTES, 0, SLOT_BYTES, len(slots))
-    remote = consumer.prepare_remote(peer, DescriptorRows.from_tuples(MemoryKind.DRAM, [row]))
+    remote = consumer.prepare_remote(
+        peer, DescriptorRows.from_tuples(MemoryKind.DRAM, [row])
+    )
     read = consumer.post_read(
         slot_reads.descriptors,
         np.array([5, 2], dtype=np.int32),
@@ -116,4 +122,7 @@ def test_the_system_is_asked_for_huge_pages() -> None:
             inside = int(bounds[0], 16) <= memory.tensor.data_ptr() < int(bounds[1], 16)
         elif inside and line.startswith("VmFlags:"):
             flags = line
-    assert "hg" in flags.split() or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert (
+        "hg" in flags.split()
+        or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+    )

@@ -70,7 +70,9 @@ LATE_S = TIMEOUT_S + SLACK_S
 class WatchedLoads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.turned_s = 100.0, 100.0
-        monkeypatch.setattr("kvferry.worker.loads.watchdog.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr(
+            "kvferry.worker.loads.watchdog.time.monotonic", lambda: self.now_s
+        )
         self.watchdog = LoadWatchdog(TIMEOUT_S)
 
     def poll(self, **values: object) -> StepResults:
@@ -90,11 +92,15 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> WatchedLoads:
     return WatchedLoads(monkeypatch)
 
 
-def test_what_the_transfer_thread_says_in_time_is_passed_on_as_it_is(scene: WatchedLoads) -> None:
+def test_what_the_transfer_thread_says_in_time_is_passed_on_as_it_is(
+    scene: WatchedLoads,
+) -> None:
     scene.watchdog.ordered(["good", "bad", "alive"])
     scene.now_s += LATE_S - 0.01
     failed = {"bad": FailureReason.FENCE, "alive": FailureReason.DEADLINE}
-    results = scene.poll(loaded={"good"}, failed=dict(failed), alive=frozenset({"alive"}))
+    results = scene.poll(
+        loaded={"good"}, failed=dict(failed), alive=frozenset({"alive"})
+    )
     assert (results.loaded, results.failed, results.alive) == (
         {"good"},
         failed,
@@ -130,7 +136,9 @@ def test_a_load_without_a_report_fails_after_its_deadline_and_its_blocks_are_ali
     assert scene.poll().alive == frozenset({"stuck", "later"})
 
 
-def test_as_long_as_the_thread_turns_it_judges_progress_itself(scene: WatchedLoads) -> None:
+def test_as_long_as_the_thread_turns_it_judges_progress_itself(
+    scene: WatchedLoads,
+) -> None:
     scene.watchdog.ordered(["slow"])
     scene.now_s += 10 * LATE_S
     scene.turned_s = scene.now_s - LATE_S + 0.01
@@ -158,7 +166,9 @@ def test_what_the_thread_says_of_it_later_is_not_reported_again_and_frees_the_bl
     scene.now_s += LATE_S
     assert scene.poll_twice().failed
     said = (
-        {"loaded": {"stuck"}} if late == "loaded" else {"failed": {"stuck": FailureReason.TRANSFER}}
+        {"loaded": {"stuck"}}
+        if late == "loaded"
+        else {"failed": {"stuck": FailureReason.TRANSFER}}
     )
     results = scene.poll(**said)
     assert (results.loaded, results.failed, results.alive) == (set(), {}, frozenset())
@@ -170,6 +180,8 @@ def test_what_is_in_the_threads_quarantine_by_then_stays_alive_without_a_gap(
     scene.watchdog.ordered(["stuck"])
     scene.now_s += LATE_S
     assert scene.poll_twice().alive == frozenset({"stuck"})
-    results = scene.poll(failed={"stuck": FailureReason.DEADLINE}, alive=frozenset({"stuck"}))
+    results = scene.poll(
+        failed={"stuck": FailureReason.DEADLINE}, alive=frozenset({"stuck"})
+    )
     assert (results.failed, results.alive) == ({}, None), "it is alive still"
     assert scene.poll(alive=frozenset()).alive == frozenset()

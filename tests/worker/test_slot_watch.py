@@ -11,7 +11,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvferry.protocol.ids import SLOT_BYTES, Epoch, SlotState, progress_of, progress_word, slot_word
+from kvferry.protocol.ids import (
+    SLOT_BYTES,
+    Epoch,
+    SlotState,
+    progress_of,
+    progress_word,
+    slot_word,
+)
 from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
@@ -47,7 +54,9 @@ class WatchedPeer:
         routes = []
         for index, table in enumerate(self.tables):
             producer = MemoryFabric(f"p{index}", self.network)
-            producer.register([Region(table.ctypes.data, table.nbytes, MemoryKind.DRAM)])
+            producer.register(
+                [Region(table.ctypes.data, table.nbytes, MemoryKind.DRAM)]
+            )
             agent = self.fabric.add_peer(producer.metadata())
             row = (table.ctypes.data, SLOT_BYTES, 0, SLOT_BYTES, SLOTS)
             slots = self.fabric.prepare_remote(
@@ -64,7 +73,9 @@ class WatchedPeer:
         )
 
     def add(self, slot: int, num_tokens: int = 1, until_s: float = math.inf) -> Wait:
-        words = tuple((int(table[slot, 0]), int(table[slot, 1])) for table in self.tables)
+        words = tuple(
+            (int(table[slot, 0]), int(table[slot, 1])) for table in self.tables
+        )
         made = Wait(self.peer, slot, words, EPOCH, num_tokens, until_s)
         self.watch.add(made, self.now_s)
         return made
@@ -72,7 +83,10 @@ class WatchedPeer:
     def report(self, slot: int, tokens: int) -> None:
         """Both workers say that so many tokens of a prompt are complete."""
         for table in self.tables:
-            table[slot] = slot_word(EPOCH, SlotState.COMPUTING), progress_word(EPOCH, tokens)
+            table[slot] = (
+                slot_word(EPOCH, SlotState.COMPUTING),
+                progress_word(EPOCH, tokens),
+            )
 
     def step(self, seconds: float = 0.0) -> list[Wait]:
         self.now_s += seconds
@@ -83,7 +97,11 @@ class WatchedPeer:
 
     def nothing_is_left(self) -> bool:
         transfers = self.fabric.open_handles().transfers
-        return self.slot_reads.free() == ENTRIES and not transfers and not list(self.watch.polls())
+        return (
+            self.slot_reads.free() == ENTRIES
+            and not transfers
+            and not list(self.watch.polls())
+        )
 
 
 @pytest.fixture
@@ -152,7 +170,11 @@ def test_looks_begin_a_millisecond_apart_and_up_to_five_while_nothing_changes(
 
 
 def looks_of_a_step(
-    scene: WatchedPeer, seconds: float, tokens: int = 16, slot: int = 1, missing: int = 160
+    scene: WatchedPeer,
+    seconds: float,
+    tokens: int = 16,
+    slot: int = 1,
+    missing: int = 160,
 ) -> list[float]:
     """A step of a producer, which computes so many tokens of a prompt that lacks some more. Returns when looks for them
     begin, in seconds from its start."""
@@ -194,7 +216,9 @@ def test_steps_of_uneven_length_are_looked_at_as_early_as_the_short_ones_want(
     assert looks_of_a_step(scene, 0.06)[0] < 0.01
 
 
-def test_looks_begin_fifty_milliseconds_after_a_step_at_the_latest(scene: WatchedPeer) -> None:
+def test_looks_begin_fifty_milliseconds_after_a_step_at_the_latest(
+    scene: WatchedPeer,
+) -> None:
     for _ in range(4):
         steady = looks_of_a_step(scene, 1.0)
     assert steady[0] == pytest.approx(0.05, abs=0.004)
@@ -210,7 +234,9 @@ def test_a_prompts_last_step_is_looked_at_earlier_by_as_much_as_it_is_smaller(
     )
 
 
-def test_a_prompt_that_begins_after_another_waits_for_the_same_steps(scene: WatchedPeer) -> None:
+def test_a_prompt_that_begins_after_another_waits_for_the_same_steps(
+    scene: WatchedPeer,
+) -> None:
     for _ in range(4):
         looks_of_a_step(scene, 0.06)
     scene.step(0.005)
@@ -219,7 +245,9 @@ def test_a_prompt_that_begins_after_another_waits_for_the_same_steps(scene: Watc
     assert looks_of_a_step(scene, 0.06, slot=3)[0] < 0.002, "the producer has been idle"
 
 
-def test_a_wait_ends_when_its_time_is_over_by_a_look_that_began_later(scene: WatchedPeer) -> None:
+def test_a_wait_ends_when_its_time_is_over_by_a_look_that_began_later(
+    scene: WatchedPeer,
+) -> None:
     scene.network.freeze("p1")
     wait = scene.add(1, until_s=scene.now_s + 0.01)
     assert scene.step() == []
@@ -232,7 +260,9 @@ def test_a_wait_ends_when_its_time_is_over_by_a_look_that_began_later(scene: Wat
     assert wait.words == ((0, 9), (0, 0))
 
 
-def test_more_waits_than_a_look_has_entries_for_are_served_in_turn(scene: WatchedPeer) -> None:
+def test_more_waits_than_a_look_has_entries_for_are_served_in_turn(
+    scene: WatchedPeer,
+) -> None:
     waits = {scene.add(slot) for slot in range(1500)}
     assert scene.step() == []
     assert scene.posts() == 2

@@ -5,7 +5,13 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 from hypothesis import note, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.staging.pool import PoolTooSmall, StagingPool, Wave
@@ -21,7 +27,11 @@ def pool_of(cells: int) -> StagingPool:
 
 
 def take(
-    pool: StagingPool, load: str, cells: int, peer: str | None = None, at_least: int | None = None
+    pool: StagingPool,
+    load: str,
+    cells: int,
+    peer: str | None = None,
+    at_least: int | None = None,
 ) -> Wave | None:
     least = None if at_least is None else at_least * CELL
     return pool.try_take(load, peer or load, cells * CELL, at_least=least)
@@ -45,7 +55,8 @@ class CellModel:
 
     def cells_of_peer(self, peer: str, quarantined_only: bool = False) -> int:
         return sum(
-            PEERS[owner[0]] == peer and (not quarantined_only or owner in self.quarantined)
+            PEERS[owner[0]] == peer
+            and (not quarantined_only or owner in self.quarantined)
             for owner in self.owner
             if owner
         )
@@ -60,14 +71,18 @@ class CellModel:
         )
 
     def fits_at(self, size: int, free: list[bool]) -> int | None:
-        return next((at for at in range(len(free) - size + 1) if all(free[at : at + size])), None)
+        return next(
+            (at for at in range(len(free) - size + 1) if all(free[at : at + size])),
+            None,
+        )
 
     def possible(self, peer: str, wanted: int, least: int) -> int:
         """The largest size in `[least, wanted]` that fits once only quarantined cells are taken; 0: there is none."""
         free = [owner is None or owner not in self.quarantined for owner in self.owner]
         for size in range(wanted, least - 1, -1):
             within = (
-                free.count(True) - size >= self.cells_of_peer(peer, quarantined_only=True) + size
+                free.count(True) - size
+                >= self.cells_of_peer(peer, quarantined_only=True) + size
             )
             if within and self.fits_at(size, free) is not None:
                 return size
@@ -96,7 +111,8 @@ class CellModel:
             if load not in [entry[0] for entry in self.queue]:
                 self.queue.append((load, wanted, least))
             self.queue = [
-                (load, wanted, least) if entry[0] == load else entry for entry in self.queue
+                (load, wanted, least) if entry[0] == load else entry
+                for entry in self.queue
             ]
         return granted
 
@@ -110,7 +126,8 @@ class CellModel:
         ]:
             other_size = self.possible(PEERS[other], other_wanted, other_least)
             if other_size and (
-                PEERS[other] == peer or not self.waits_for_its_own(PEERS[other], other_size)
+                PEERS[other] == peer
+                or not self.waits_for_its_own(PEERS[other], other_size)
             ):
                 return None
         at = self.fits_at(size, [owner is None for owner in self.owner])
@@ -130,7 +147,9 @@ class PoolHistories(RuleBasedStateMachine):
     @rule(load=st.sampled_from(LOADS), wanted=st.integers(1, 7), data=st.data())
     def ask(self, load: str, wanted: int, data: st.DataObject) -> None:
         largest = self.cells // 8
-        least = data.draw(st.none() | st.integers(1, min(wanted, largest)), label="at least")
+        least = data.draw(
+            st.none() | st.integers(1, min(wanted, largest)), label="at least"
+        )
         wave = take(self.pool, load, wanted, PEERS[load], least)
         cut = min(wanted, largest)
         expected = self.model.ask(load, cut, cut if least is None else least)
@@ -148,10 +167,14 @@ class PoolHistories(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject) -> None:
         wave, owner = self.waves.pop(data.draw(st.integers(0, len(self.waves) - 1)))
         self.pool.give_back(wave)
-        self.model.owner = [None if cell == owner else cell for cell in self.model.owner]
+        self.model.owner = [
+            None if cell == owner else cell for cell in self.model.owner
+        ]
         self.model.quarantined.discard(owner)
 
-    @precondition(lambda self: any(owner not in self.model.quarantined for _, owner in self.waves))
+    @precondition(
+        lambda self: any(owner not in self.model.quarantined for _, owner in self.waves)
+    )
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
         live = [entry for entry in self.waves if entry[1] not in self.model.quarantined]
@@ -169,7 +192,9 @@ class PoolHistories(RuleBasedStateMachine):
         assert pool_errors(self.pool.snapshot()) == []
         assert (
             self.pool.free_bytes
-            == CELL * self.model.owner.count(None) + self.pool.capacity - self.cells * CELL
+            == CELL * self.model.owner.count(None)
+            + self.pool.capacity
+            - self.cells * CELL
         )
         held = [owner for owner in self.model.owner if owner]
         assert self.pool.snapshot().quarantined_bytes == CELL * sum(
@@ -212,7 +237,9 @@ def test_sizes_are_rounded_up_to_the_alignment_and_cut_at_an_eighth() -> None:
 
 
 def test_a_pool_without_eight_waves_is_refused_by_name() -> None:
-    with pytest.raises(PoolTooSmall, match=r"staging_pool_bytes is 2047; expected at least 2048"):
+    with pytest.raises(
+        PoolTooSmall, match=r"staging_pool_bytes is 2047; expected at least 2048"
+    ):
         StagingPool(2047, alignment=256)
     assert StagingPool(2048, alignment=256).largest_wave == 256
 
@@ -221,7 +248,8 @@ def test_what_no_wave_can_hold_is_refused_with_the_size_that_would_do() -> None:
     pool = pool_of(64)
     assert pool.try_take("load", "peer", 99 * CELL, at_least=8 * CELL) is not None
     with pytest.raises(
-        PoolTooSmall, match=rf"staging_pool_bytes is {64 * CELL}; expected at least {72 * CELL}"
+        PoolTooSmall,
+        match=rf"staging_pool_bytes is {64 * CELL}; expected at least {72 * CELL}",
     ):
         pool.try_take("other", "peer", 99 * CELL, at_least=8 * CELL + 1)
     assert pool.waiting == ()
@@ -255,7 +283,9 @@ def test_peers_that_stand_still_leave_room_for_the_next_however_many_they_are() 
     """All of their waves go into quarantine at once, as when a switch fails."""
     pool = pool_of(64)
     held = {peer: fill(pool, peer, 8) for peer in ("one", "two", "three")}
-    assert [sum(wave.num_bytes for wave in waves) // CELL for waves in held.values()] == [32, 16, 8]
+    assert [
+        sum(wave.num_bytes for wave in waves) // CELL for waves in held.values()
+    ] == [32, 16, 8]
     for waves in held.values():
         for one in waves:
             pool.quarantine(one)
@@ -281,7 +311,9 @@ def test_a_peer_that_has_its_share_keeps_no_other_waiting_and_is_served_when_it_
     assert not pool.lacks_room("more"), "its own waves come back"
     taken(pool, "other", 8, "two")
     pool.give_back(held[0])
-    assert take(pool, "more", 8, "one") is None, "beside another peer the share is smaller"
+    assert take(pool, "more", 8, "one") is None, (
+        "beside another peer the share is smaller"
+    )
     pool.give_back(held[1])
     taken(pool, "more", 8, "one")
 

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.protocol.ids import EMPTY, Epoch, SlotState, epoch_to_text, progress_of, slot_word
+from kvferry.protocol.ids import (
+    EMPTY,
+    Epoch,
+    SlotState,
+    epoch_to_text,
+    progress_of,
+    slot_word,
+)
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.stream_rows import (
     ID_BYTES,
@@ -34,7 +41,12 @@ def progress(
     slot: int, epoch: Epoch, first: int, *ids: int, tokens: int = 16, **changed: Any
 ) -> LeaseProgress:
     """Of one cache group."""
-    usual = {"row": 3, "origin": epoch_to_text(epoch), "first_blocks": (first,), "blocks": (ids,)}
+    usual = {
+        "row": 3,
+        "origin": epoch_to_text(epoch),
+        "first_blocks": (first,),
+        "blocks": (ids,),
+    }
     return LeaseProgress(
         slot=slot, epoch=epoch_to_text(epoch), tokens=tokens, **{**usual, **changed}
     )
@@ -65,15 +77,23 @@ def test_a_consumer_finds_header_and_ids_of_every_group_by_the_address(
         assert table.publish(
             progress(0, epoch, 0, row=row, first_blocks=(0,) * len(blocks), blocks=ids)
         )
-        found = ctypes.string_at(address.headers + row * ROW_HEADER_BYTES, ROW_HEADER_BYTES)
+        found = ctypes.string_at(
+            address.headers + row * ROW_HEADER_BYTES, ROW_HEADER_BYTES
+        )
         assert np.frombuffer(found, np.uint64).tolist() == [header_word(epoch)] * 2
         for group, expected in enumerate(ids):
-            at = address.ids + ((row * address.pages * PAGE_IDS) + sum(blocks[:group])) * ID_BYTES
+            at = (
+                address.ids
+                + ((row * address.pages * PAGE_IDS) + sum(blocks[:group])) * ID_BYTES
+            )
             assert np.frombuffer(
                 ctypes.string_at(at, len(expected) * ID_BYTES), np.uint32
             ).tolist() == [*expected]
     registered = [(region.address, region.length) for region in rows.regions()]
-    sizes = (STREAM_ROWS * ROW_HEADER_BYTES, STREAM_ROWS * address.pages * PAGE_IDS * ID_BYTES)
+    sizes = (
+        STREAM_ROWS * ROW_HEADER_BYTES,
+        STREAM_ROWS * address.pages * PAGE_IDS * ID_BYTES,
+    )
     assert registered == [(address.headers, sizes[0]), (address.ids, sizes[1])]
 
 
@@ -143,7 +163,9 @@ def test_a_lease_of_which_orders_were_lost_cannot_be_read_until_it_goes_on_under
     assert not table.advance()
     assert (int(table.words[0]), int(table.progress[0])) == (EMPTY, EMPTY)
     assert table_errors(table.snapshot()) == []
-    assert table.end(LeaseEnd(request_id="r", slot=0, epoch=epoch_to_text(FIRST))) is None
+    assert (
+        table.end(LeaseEnd(request_id="r", slot=0, epoch=epoch_to_text(FIRST))) is None
+    )
     assert not rows.headers.any()
 
 
@@ -166,7 +188,9 @@ def test_what_was_published_under_a_former_epoch_does_not_count() -> None:
     assert rows.ids[3, :2].tolist() == [4, 8]
 
 
-def test_a_step_that_ends_while_its_lease_goes_on_under_another_epoch_reports_nothing() -> None:
+def test_a_step_that_ends_while_its_lease_goes_on_under_another_epoch_reports_nothing() -> (
+    None
+):
     table, _ = table_of(9)
 
     class Late(FakeMark):
@@ -188,7 +212,9 @@ def test_a_step_that_ends_while_its_lease_goes_on_under_another_epoch_reports_no
 def test_a_row_that_belongs_to_no_lease_is_an_error() -> None:
     table, rows = table_of(9)
     rows.headers[2] = 81, 81
-    assert table_errors(table.snapshot()) == ["row 2 has the header 0x51, 0x51 of no lease"]
+    assert table_errors(table.snapshot()) == [
+        "row 2 has the header 0x51, 0x51 of no lease"
+    ]
 
 
 def test_clear_ends_every_row() -> None:

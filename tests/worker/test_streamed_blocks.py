@@ -14,23 +14,36 @@ from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.geometry import Interleave
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.protocol.ids import MAX_PROGRESS, Epoch, SlotState, progress_word, slot_word
+from kvferry.protocol.ids import (
+    MAX_PROGRESS,
+    Epoch,
+    SlotState,
+    progress_word,
+    slot_word,
+)
 from kvferry.protocol.stream_rows import PAGE_IDS, StreamRows
 from kvferry.worker.loads.slot_polls import complete_tokens
 from kvferry.worker.loads.streamed_blocks import StreamedBlocks
 
 EPOCH, OTHER = Epoch(0x123456789ABCDE), Epoch(0x23456789ABCDEF)
-READY, COMPUTING = slot_word(EPOCH, SlotState.READY), slot_word(EPOCH, SlotState.COMPUTING)
+READY, COMPUTING = (
+    slot_word(EPOCH, SlotState.READY),
+    slot_word(EPOCH, SlotState.COMPUTING),
+)
 BIG = 2**64 - 1
 
 
 def plan_of(*shares: tuple[int, Interleave]) -> TransferPlan:
     """The part of a plan that counts: per bundle its group, and the producer's share."""
     bundles = [
-        SimpleNamespace(tokens=SimpleNamespace(group=group, remote=SimpleNamespace(share=share)))
+        SimpleNamespace(
+            tokens=SimpleNamespace(group=group, remote=SimpleNamespace(share=share))
+        )
         for group, share in shares
     ]
-    return cast("TransferPlan", SimpleNamespace(routes=[SimpleNamespace(bundles=bundles)]))
+    return cast(
+        "TransferPlan", SimpleNamespace(routes=[SimpleNamespace(bundles=bundles)])
+    )
 
 
 def groups_of(*block_tokens: int) -> list[CacheGroup]:
@@ -49,7 +62,13 @@ def rows_of(*blocks: int, rows: int = 4) -> StreamRows:
     [
         (((READY, 0), (READY, 5)), 100),
         (((READY, 0), (COMPUTING, progress_word(EPOCH, 40))), 40),
-        (((COMPUTING, progress_word(EPOCH, 64)), (COMPUTING, progress_word(EPOCH, 40))), 40),
+        (
+            (
+                (COMPUTING, progress_word(EPOCH, 64)),
+                (COMPUTING, progress_word(EPOCH, 40)),
+            ),
+            40,
+        ),
         (((COMPUTING, progress_word(OTHER, 64)),), 0),
         (((COMPUTING, progress_word(EPOCH, MAX_PROGRESS)),), 100),
         (((COMPUTING, 0),), 0),
@@ -60,7 +79,9 @@ def rows_of(*blocks: int, rows: int = 4) -> StreamRows:
         ((), 100),
     ],
 )
-def test_the_least_of_all_workers_counts_under_one_epoch(words: Any, tokens: int | None) -> None:
+def test_the_least_of_all_workers_counts_under_one_epoch(
+    words: Any, tokens: int | None
+) -> None:
     assert complete_tokens(words, EPOCH, 100) == tokens
 
 
@@ -84,7 +105,9 @@ def test_the_pages_that_are_missing_list_the_ids_that_are_needed(
         Interleave(rank=0, ranks=ranks, run_tokens=1) if ranks > 1 else Interleave(),
     )
     num_tokens = max(stops)
-    room = tuple(-(-num_tokens // (span * ranks)) + index for index, span in enumerate(spans))
+    room = tuple(
+        -(-num_tokens // (span * ranks)) + index for index, span in enumerate(spans)
+    )
     blocks = StreamedBlocks(
         rows_of(*room),
         1,
@@ -92,9 +115,9 @@ def test_the_pages_that_are_missing_list_the_ids_that_are_needed(
         groups,
         num_tokens,
     )
-    row = np.arange(1000, 1000 + -(-sum(room) // PAGE_IDS) * PAGE_IDS, dtype=np.uint32).reshape(
-        -1, PAGE_IDS
-    )
+    row = np.arange(
+        1000, 1000 + -(-sum(room) // PAGE_IDS) * PAGE_IDS, dtype=np.uint32
+    ).reshape(-1, PAGE_IDS)
     for _ in range(1 + restart):
         held, seen = 0, 0
         for stop in sorted(stops):
@@ -135,7 +158,14 @@ def test_tokens_are_rounded_down_to_whole_blocks_of_all_workers_and_groups() -> 
     blocks = StreamedBlocks(
         rows_of(50, 50), 0, plan_of((0, share), (1, share)), groups_of(4, 12), 100
     )
-    assert [blocks.whole(tokens) for tokens in (0, 23, 24, 47, 99, 100)] == [0, 0, 24, 24, 96, 100]
+    assert [blocks.whole(tokens) for tokens in (0, 23, 24, 47, 99, 100)] == [
+        0,
+        0,
+        24,
+        24,
+        96,
+        100,
+    ]
 
 
 def test_blocks_of_a_window_are_taken_when_the_prompt_is_complete() -> None:
@@ -143,7 +173,9 @@ def test_blocks_of_a_window_are_taken_when_the_prompt_is_complete() -> None:
         plan_of((0, Interleave()), (1, Interleave())),
         {0: np.arange(PAGE_IDS, dtype=np.uint32)},
     )
-    blocks = StreamedBlocks(rows_of(5, 5), 0, plan, [*groups_of(16), WINDOW], 18, held_from=(0, 8))
+    blocks = StreamedBlocks(
+        rows_of(5, 5), 0, plan, [*groups_of(16), WINDOW], 18, held_from=(0, 8)
+    )
     assert blocks.grows
     assert blocks.has_ends
     assert [blocks.whole(tokens) for tokens in (15, 17, 18)] == [0, 16, 18], (
@@ -155,12 +187,18 @@ def test_blocks_of_a_window_are_taken_when_the_prompt_is_complete() -> None:
     assert blocks.ids(18) == [[0, 1], [5, 6, 7]]
     for group, (grows, has_ends) in enumerate([(True, False), (False, True)]):
         one = StreamedBlocks(
-            rows_of(5, 5), 0, plan_of((group, Interleave())), [*groups_of(16), WINDOW], 18
+            rows_of(5, 5),
+            0,
+            plan_of((group, Interleave())),
+            [*groups_of(16), WINDOW],
+            18,
         )
         assert (one.grows, one.has_ends) == (grows, has_ends)
 
 
 def test_a_group_that_this_worker_does_not_read_needs_no_ids() -> None:
-    blocks = StreamedBlocks(rows_of(50, 50), 0, plan_of((1, Interleave())), groups_of(4, 4), 100)
+    blocks = StreamedBlocks(
+        rows_of(50, 50), 0, plan_of((1, Interleave())), groups_of(4, 4), 100
+    )
     blocks.take(8, {0: np.arange(PAGE_IDS, dtype=np.uint32)}, is_ready=False)
     assert blocks.ids(8) == [[], [50, 51]]

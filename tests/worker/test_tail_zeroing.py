@@ -45,7 +45,9 @@ def zero(
 ) -> DeviceMark | None:
     """Zero what these blocks hold after the last token; both sides have the same blocks."""
     side = TokenSide(shape.block_tokens, shape.blocks, Interleave())
-    units, request = loaded(shape.group, TokenMap(0, shape.block_tokens, side, side), blocks, stop)
+    units, request = loaded(
+        shape.group, TokenMap(0, shape.block_tokens, side, side), blocks, stop
+    )
     return tail_zeroing.zero(units, (shape.group,), request)
 
 
@@ -70,7 +72,9 @@ def fake_gpu() -> Iterator[FakeCuda]:
     """A device whose kernel runs in numpy, with exactly the room for a table that `room_for` computes."""
     pytest.importorskip("triton", reason="Triton is not installed")
     with pytest.MonkeyPatch.context() as patched, kernels():
-        patched.setattr("kvferry.worker.relayout.triton_relayout._MIN_TABLE_BYTES", WARM_UP_BYTES)
+        patched.setattr(
+            "kvferry.worker.relayout.triton_relayout._MIN_TABLE_BYTES", WARM_UP_BYTES
+        )
         yield FakeCuda()
 
 
@@ -91,14 +95,23 @@ def test_the_table_of_a_device_names_exactly_these_cells_and_has_room(
 
 def test_there_is_room_for_the_table_of_a_window_and_a_tail() -> None:
     """The largest that there is: all cells of two blocks but one."""
-    shape = CacheShape(layers=2, blocks=3, block_tokens=256, cell_bytes=15, one_storage=False)
+    shape = CacheShape(
+        layers=2, blocks=3, block_tokens=256, cell_bytes=15, one_storage=False
+    )
     group = CacheGroup(policy="window", block_tokens=256, window_tokens=2)
     # The producer has given back all blocks of one token before token 255.
-    tokens = TokenMap(0, 1, TokenSide(256, 3, Interleave()), TokenSide(1, 20, Interleave()))
-    request = RequestBlocks([[1, 2]], [[9, 10]], first_token=0, stop_token=257, num_tokens=257)
+    tokens = TokenMap(
+        0, 1, TokenSide(256, 3, Interleave()), TokenSide(1, 20, Interleave())
+    )
+    request = RequestBlocks(
+        [[1, 2]], [[9, 10]], first_token=0, stop_token=257, num_tokens=257
+    )
     there = CacheGroup(policy="window", block_tokens=1, window_tokens=2)
     units = {tokens: pair_units(tokens, group, there, request)}
-    assert list(gaps(units, (group,), request)) == [Gap(0, 1, 0, 255), Gap(0, 2, 1, 256)]
+    assert list(gaps(units, (group,), request)) == [
+        Gap(0, 1, 0, 255),
+        Gap(0, 2, 1, 256),
+    ]
     with fake_gpu() as cuda:
         caches = ToyCaches(shape, 0xA5, cuda.device)
         assert TailZeroing(caches.kv).zero(units, (group,), request) is not None
@@ -110,10 +123,17 @@ def test_there_is_room_for_the_table_of_a_window_and_a_tail() -> None:
 
 def check_the_tail(shape: CacheShape, draw: st.DataObject, device: Device) -> None:
     caches = ToyCaches(shape, 0xA5, device)
-    stop = draw.draw(st.integers(1, (shape.blocks - 1) * shape.block_tokens), label="stop")
+    stop = draw.draw(
+        st.integers(1, (shape.blocks - 1) * shape.block_tokens), label="stop"
+    )
     count = -(-stop // shape.block_tokens)
-    blocks = list(draw.draw(st.permutations(range(1, shape.blocks)), label="blocks")[:count])
-    last, used = blocks[-1], -(-(stop - (count - 1) * shape.block_tokens) // shape.tile_tokens)
+    blocks = list(
+        draw.draw(st.permutations(range(1, shape.blocks)), label="blocks")[:count]
+    )
+    last, used = (
+        blocks[-1],
+        -(-(stop - (count - 1) * shape.block_tokens) // shape.tile_tokens),
+    )
     expected = caches.snapshot()
     for layer in range(shape.layers):
         for head in range(shape.heads):
@@ -126,7 +146,9 @@ def check_the_tail(shape: CacheShape, draw: st.DataObject, device: Device) -> No
     assert mark is None or mark.reached()
 
 
-def test_what_lies_before_a_window_is_zeroed_and_what_lies_before_the_first_token_is_not() -> None:
+def test_what_lies_before_a_window_is_zeroed_and_what_lies_before_the_first_token_is_not() -> (
+    None
+):
     group = CacheGroup(policy="window", block_tokens=8, window_tokens=6)
     side, other = TokenSide(8, 9, Interleave()), TokenSide(2, 40, Interleave())
     tokens = TokenMap(0, 2, side, other)
@@ -142,7 +164,9 @@ def test_what_lies_before_a_window_is_zeroed_and_what_lies_before_the_first_toke
         [[0, 5, 6]], [[9, 10, 11, 12]], first_token=12, stop_token=21, num_tokens=21
     )
     assert next(
-        iter(gaps({tokens: pair_units(tokens, group, there, partial)}, (group,), partial))
+        iter(
+            gaps({tokens: pair_units(tokens, group, there, partial)}, (group,), partial)
+        )
     ) == Gap(0, 5, 4, 6)
 
 
@@ -157,7 +181,9 @@ def test_the_tail_of_an_interleaved_rank_is_counted_in_its_own_slots() -> None:
 
 def test_a_tensor_outside_all_allocations_is_refused_by_name() -> None:
     caches = ToyCaches(CacheShape(layers=1), poison=0)
-    astray = msgspec.structs.replace(caches.kv.tensors[0], base=caches.kv.tensors[0].base + 10**6)
+    astray = msgspec.structs.replace(
+        caches.kv.tensors[0], base=caches.kv.tensors[0].base + 10**6
+    )
     with pytest.raises(ValueError, match=r"layers\.0/kv"):
         TailZeroing(KvCaches(caches.kv.storages, (astray,), HOST))
 
@@ -209,7 +235,9 @@ def test_groups_that_were_not_loaded_keep_their_bytes() -> None:
     shape = CacheShape(layers=2)
     caches = ToyCaches(shape, poison=0xA5)
     first, second = caches.kv.tensors
-    kv = KvCaches(caches.kv.storages, (first, msgspec.structs.replace(second, group=1)), HOST)
+    kv = KvCaches(
+        caches.kv.storages, (first, msgspec.structs.replace(second, group=1)), HOST
+    )
     assert zero(TailZeroing(kv), shape, [3], 2) is not None
     assert not caches.cells(0)[3, :, 2:].any()
     assert (caches.memory[1] == 0xA5).all()

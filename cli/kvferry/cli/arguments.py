@@ -95,7 +95,9 @@ def number_option(name: str, text: str, low: float, high: float) -> float:
     return value
 
 
-def read_file(error_class: type[InputError], name: str, path: str, max_bytes: int) -> bytes:
+def read_file(
+    error_class: type[InputError], name: str, path: str, max_bytes: int
+) -> bytes:
     """The content of the file that an argument names, at most `max_bytes` and one more.
 
     Raises:
@@ -119,11 +121,15 @@ def read_json(error_class: type[InputError], text: bytes, max_bytes: int) -> obj
     import msgspec
 
     if len(text) > max_bytes:
-        raise error_class("file", Shown(f"{len(text)} bytes"), f"at most {max_bytes} bytes")
+        raise error_class(
+            "file", Shown(f"{len(text)} bytes"), f"at most {max_bytes} bytes"
+        )
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as refused:
-        raise error_class("file", text[:32], cut(f"JSON in UTF-8 ({refused})")) from None
+        raise error_class(
+            "file", text[:32], cut(f"JSON in UTF-8 ({refused})")
+        ) from None
 
 
 def write_file(name: str, path: str, pieces: Iterable[str]) -> None:
@@ -133,7 +139,11 @@ def write_file(name: str, path: str, pieces: Iterable[str]) -> None:
         InvalidArgument: it cannot be written.
     """
     try:
-        with open(path, "w", encoding="utf-8", errors="replace", newline="\n") as stream:
+        with open(
+            path, "w", encoding="utf-8", errors="replace", newline="\n"
+        ) as stream:
             stream.writelines(pieces)
     except (OSError, ValueError) as refused:
-        raise InvalidArgument(name, path, f"a file that can be written ({refused})") from None
+        raise InvalidArgument(
+            name, path, f"a file that can be written ({refused})"
+        ) from None

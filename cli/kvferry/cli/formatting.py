@@ -45,7 +45,9 @@ def _print(content: RenderableType, min_width: int = 0) -> None:
     # Captured and written here: at a broken pipe rich itself would exit.
     with console.capture() as captured:
         console.print(content)
-    console.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+    console.file.writelines(
+        f"{line.rstrip()}\n" for line in captured.get().splitlines()
+    )
 
 
 def print_line(content: str = "", style: str = "", *, hang: int = 0) -> None:
@@ -64,7 +66,9 @@ def print_line(content: str = "", style: str = "", *, hang: int = 0) -> None:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], styles: Mapping[str, str] | None = None
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    styles: Mapping[str, str] | None = None,
 ) -> None:
     """Print `visible` cells as a table.
 
@@ -80,9 +84,13 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+    )
     for column in columns:
-        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        justify: Literal["left", "right"] = (
+            "right" if column.startswith(">") else "left"
+        )
         # A worker's name is not broken; the other columns give way.
         is_first = not table.columns
         table.add_column(

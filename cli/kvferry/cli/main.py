@@ -90,11 +90,21 @@ COMMANDS = {
             Option("producer", "PRODUCER", "the engine that prefills"),
             Option("consumer", "CONSUMER", "the engine that decodes"),
             Option(
-                "--tokens", "N", "length of the prompt (default: 8192, or what the caches hold)"
+                "--tokens",
+                "N",
+                "length of the prompt (default: 8192, or what the caches hold)",
             ),
             Option("--link", "G", "GB/s of every worker's link", "50"),
-            Option("--direct-min-bytes", "N", "the consumer's direct_min_bytes (default: 16384)"),
-            Option("--staging-pool-bytes", "N", "the consumer's staging_pool_bytes, 0 for none"),
+            Option(
+                "--direct-min-bytes",
+                "N",
+                "the consumer's direct_min_bytes (default: 16384)",
+            ),
+            Option(
+                "--staging-pool-bytes",
+                "N",
+                "the consumer's staging_pool_bytes, 0 for none",
+            ),
             Option(
                 "--same-host",
                 "",
@@ -102,8 +112,16 @@ COMMANDS = {
             ),
             _json("the plan"),
             Option("--svg", "FILE", "also draw the plan"),
-            Option("--copies", "REQUEST", "print every copy for the blocks in this JSON file"),
-            Option("--out", "FILE", "where --copies goes (default: standard output, and no table)"),
+            Option(
+                "--copies",
+                "REQUEST",
+                "print every copy for the blocks in this JSON file",
+            ),
+            Option(
+                "--out",
+                "FILE",
+                "where --copies goes (default: standard output, and no table)",
+            ),
         ),
     ),
     "describe": Command(
@@ -111,8 +129,14 @@ COMMANDS = {
         "ask a running engine for its description",
         "Ask the engine whose side channel is at HOST:PORT for its description.",
         (
-            Option("address", "HOST:PORT", "the producer's side channel, [host]:port for IPv6"),
-            Option("--json", "", "print the description JSON that `kvferry plan` reads"),
+            Option(
+                "address",
+                "HOST:PORT",
+                "the producer's side channel, [host]:port for IPv6",
+            ),
+            Option(
+                "--json", "", "print the description JSON that `kvferry plan` reads"
+            ),
             Option("--timeout", "S", "seconds to wait", "5"),
         ),
     ),
@@ -154,7 +178,11 @@ COMMANDS = {
                 "addresses and networks whose clients may join a listener without a secret, or * for any (default: "
                 "this host's)",
             ),
-            Option("--connect", "HOST[:PORT]", "read from a listener, at port 5700 by default"),
+            Option(
+                "--connect",
+                "HOST[:PORT]",
+                "read from a listener, at port 5700 by default",
+            ),
             Option("--device", "D", "auto, cpu or cuda", "auto"),
             Option("--max-size", "N", "largest read, up to 1G", "64M"),
             Option("--seconds", "S", "for each row of the table", "0.5"),
@@ -167,9 +195,18 @@ COMMANDS = {
         "where the time of handovers went",
         "Merges what engines with `trace_dir` recorded into one timeline per handover, the slowest first.",
         (
-            Option("dirs", "DIR", "folders, searched to the bottom, or files *.jsonl", nargs="+"),
+            Option(
+                "dirs",
+                "DIR",
+                "folders, searched to the bottom, or files *.jsonl",
+                nargs="+",
+            ),
             Option("-o --out", "OUT", "a file for ui.perfetto.dev: .json or .json.gz"),
-            Option("--request", "ID", "only handovers with an id (of any kind) that contains this"),
+            Option(
+                "--request",
+                "ID",
+                "only handovers with an id (of any kind) that contains this",
+            ),
             Option("--slowest", "N", "handovers that are shown", "20"),
             _json("what was found"),
         ),
@@ -183,11 +220,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Plans, checks, measures and traces transfers of KV caches between engines.",
     )
     parser.add_argument(
-        "--version", action="version", version=f"kvferry {__version__}", help="print the version"
+        "--version",
+        action="version",
+        version=f"kvferry {__version__}",
+        help="print the version",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        of_command = commands.add_parser(name, help=command.help, description=command.description)
+        of_command = commands.add_parser(
+            name, help=command.help, description=command.description
+        )
         for option in command.options:
             _add(of_command, option)
     return parser
@@ -248,6 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(refused, BrokenPipeError):
             return GOOD
-        print(visible(f"kvferry {options.command}: the system refused: {refused}"), file=sys.stderr)
+        print(
+            visible(f"kvferry {options.command}: the system refused: {refused}"),
+            file=sys.stderr,
+        )
         return BAD
     return code

@@ -90,9 +90,7 @@ class TrustedHosts:
         try:
             entry = json.dumps(str(read_host(host)))
         except ValueError:
-            return (
-                f"Set {HOST_VARIABLE} on its producer to an address or a name that decoders reach"
-            )
+            return f"Set {HOST_VARIABLE} on its producer to an address or a name that decoders reach"
         change = f'set "allowed_hosts": [{entry}] in kv_connector_extra_config here'
         if self._has_list:
             change = f"add {entry} to allowed_hosts here"

@@ -41,7 +41,11 @@ STOCK_NAME = "NixlConnector"
 
 
 def _option(
-    default: object, check: Callable[[str, Any], object], doc: str, *, peer: bool = False
+    default: object,
+    check: Callable[[str, Any], object],
+    doc: str,
+    *,
+    peer: bool = False,
 ) -> Any:
     """An option's field.
 
@@ -132,7 +136,9 @@ class FerryConfig:
         "seconds that blocks stay out of use after a failed read from a producer that is alive: until then, data may "
         "still arrive",
     )
-    max_loads: int = _option(1024, whole(1, 1 << 16), "loads in flight at once, per worker")
+    max_loads: int = _option(
+        1024, whole(1, 1 << 16), "loads in flight at once, per worker"
+    )
     staging_pool_bytes: int | None = _option(
         None,
         pool_size,
@@ -229,12 +235,16 @@ def read_config(
             if value is not None:
                 values[key] = options[key]["check"](key, value)
         elif key in WITHOUT_MEANING:
-            logger.warning("%s=%r means nothing to kvferry: %s", key, value, WITHOUT_MEANING[key])
+            logger.warning(
+                "%s=%r means nothing to kvferry: %s", key, value, WITHOUT_MEANING[key]
+            )
         else:
             accepted_keys = one_of(str(key), known_keys())
             if not is_stock:
                 raise InvalidConfig(str(key), value, accepted_keys)
-            logger.warning("%s is not a key of kvferry and is ignored; %s", key, accepted_keys)
+            logger.warning(
+                "%s is not a key of kvferry and is ignored; %s", key, accepted_keys
+            )
     return FerryConfig(**values)
 
 
@@ -247,7 +257,9 @@ def check_role(config: FerryConfig, kv_role: str | None) -> None:
     """
     if config.prewarm_peers and kv_role == "kv_producer":
         raise InvalidConfig(
-            "prewarm_peers", list(config.prewarm_peers), "none: a kv_producer reads from no engine"
+            "prewarm_peers",
+            list(config.prewarm_peers),
+            "none: a kv_producer reads from no engine",
         )
     if config.allowed_hosts is None:
         return

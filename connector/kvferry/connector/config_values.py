@@ -96,7 +96,11 @@ def choice(*values: str) -> Callable[[str, Any], str]:
 
 def share(key: str, value: Any) -> float:
     """A fraction: above 0, at most 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 < value <= 1
+    ):
         raise InvalidConfig(key, value, "a number above 0, up to 1")
     return float(value)
 

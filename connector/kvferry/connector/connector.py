@@ -54,7 +54,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
@@ -112,7 +115,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> FerryPromMetrics:
-        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return FerryPromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
 
     # The scheduler.
 
@@ -139,7 +144,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self.scheduler_side.life.admitted(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput
+    ) -> KVConnectorMetadata:
         self.scheduler_side.tracing.scheduled(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
         return self.scheduler_side.engine_step.begin(
@@ -215,7 +222,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         results = self.worker_side.take_results()
         return results.finished_sending, results.finished_recving
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(
+        self, finished_req_ids: set[str]
+    ) -> KVConnectorTransferResults:
         return self.worker_side.take_results()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

@@ -83,7 +83,9 @@ def check_attention_cp_compatibility(
     has_drafter = vllm_config.speculative_config is not None
     has_interleaved_drafts = pcp * dcp > 1 and has_drafter and interleave > 1
     layers_by_lack: dict[tuple[str, str], list[str]] = {}
-    for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
+    for name, layer in get_layers_from_vllm_config(
+        vllm_config, AttentionLayerBase
+    ).items():
         is_target = target_layer_names is None or name in target_layer_names
         # A drafter that every rank runs on its own has nothing to merge.
         impl = getattr(layer, "impl", None)
@@ -101,11 +103,17 @@ def check_attention_cp_compatibility(
             Incapable(backend, lack, tuple(names))
             for (backend, lack), names in layers_by_lack.items()
         )
-        raise AttentionRefused(f"pcp={pcp}, dcp={dcp}, interleave={interleave}", reasons)
+        raise AttentionRefused(
+            f"pcp={pcp}, dcp={dcp}, interleave={interleave}", reasons
+        )
 
 
 def _lacks(
-    layer: object, *, is_partitioned: bool, is_merged: bool, has_interleaved_drafts: bool
+    layer: object,
+    *,
+    is_partitioned: bool,
+    is_merged: bool,
+    has_interleaved_drafts: bool,
 ) -> Iterator[tuple[str, str]]:
     """The features that one layer's backend lacks, as (backend, lack)."""
     make_backend = getattr(layer, "get_attn_backend", None)
@@ -131,7 +139,10 @@ def _lacks(
         # A drafter has several tokens checked at once.
         problem = _problem(impl, "supports_mtp_with_cp_non_trivial_interleave_size")
         if problem:
-            yield name, f"cannot check drafts under an interleave of several tokens ({problem})"
+            yield (
+                name,
+                f"cannot check drafts under an interleave of several tokens ({problem})",
+            )
 
 
 def _problem(declaring: object, attribute: str) -> str:

@@ -18,7 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.protocol.errors import InvalidConfig, KvferryError
 from kvferry.protocol.geometry import Place
-from kvferry.protocol.handshake import MAX_ENGINE_TENSORS, WorkerDescription, decode_worker, encode
+from kvferry.protocol.handshake import (
+    MAX_ENGINE_TENSORS,
+    WorkerDescription,
+    decode_worker,
+    encode,
+)
 from kvferry.trace.events import LoadEnded
 from kvferry.worker.loads.results import WorkerGauges
 
@@ -59,7 +64,9 @@ class FerryHandshake(KVConnectorHandshakeMetadata):
     is_child: bool = False
 
     @classmethod
-    def from_workers(cls, place: Place, workers: Iterable[WorkerDescription]) -> FerryHandshake:
+    def from_workers(
+        cls, place: Place, workers: Iterable[WorkerDescription]
+    ) -> FerryHandshake:
         """The handshake of the worker at `place`: it and its replicas, out of all workers of the engine."""
         replicas = (
             worker

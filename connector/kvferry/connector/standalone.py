@@ -34,10 +34,20 @@ from kvferry.plan.tokens import first_needed
 from kvferry.protocol.digests import Prompt, digest_chain, shared_tokens
 from kvferry.protocol.errors import InvalidBlocks
 from kvferry.protocol.geometry import Place, Topology
-from kvferry.protocol.handshake import CacheGroup, EngineDescription, LeaseName, ModelFacts
+from kvferry.protocol.handshake import (
+    CacheGroup,
+    EngineDescription,
+    LeaseName,
+    ModelFacts,
+)
 from kvferry.protocol.hosts import check_announced
 from kvferry.protocol.ids import new_boot_id
-from kvferry.protocol.orders import FailureReason, StepOrders, encode_head, encode_orders
+from kvferry.protocol.orders import (
+    FailureReason,
+    StepOrders,
+    encode_head,
+    encode_orders,
+)
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
 from kvferry.protocol.params_mac import new_mac_key, sign_params
 from kvferry.protocol.params_reader import read_params
@@ -154,7 +164,12 @@ class StandaloneEngine:
             self.renewer = LeaseRenewer(PeerLinks(client, self.counters))
             undo.callback(self.renewer.close)
             self.listener = SideChannelListener(
-                host, port, self.counters, settings.secrets, self.leases.clock, knows=self._knows
+                host,
+                port,
+                self.counters,
+                settings.secrets,
+                self.leases.clock,
+                knows=self._knows,
             )
             undo.pop_all()
         # Last: from now on peers may ask.
@@ -169,7 +184,9 @@ class StandaloneEngine:
         """Failed loads whose blocks may still be written."""
         return frozenset().union(*self._writing.values())
 
-    def offer(self, request_id: str, blocks: Blocks, prompt: Prompt) -> dict[str, Any] | None:
+    def offer(
+        self, request_id: str, blocks: Blocks, prompt: Prompt
+    ) -> dict[str, Any] | None:
         """The blocks of a prompt are computed: keep them. Peers may read them after the next step.
 
         Args:
@@ -227,7 +244,9 @@ class StandaloneEngine:
         )
         return sign_params(params, self.description.mac_key)
 
-    def start_load(self, request_id: str, params: object, prompt: Prompt, blocks: Blocks) -> int:
+    def start_load(
+        self, request_id: str, params: object, prompt: Prompt, blocks: Blocks
+    ) -> int:
         """Load the leading tokens that a prompt shares with an offered one, with the next step.
 
         Args:
@@ -315,7 +334,9 @@ class StandaloneEngine:
         for request_id, reason in results.failed.items():
             self._report(index, request_id, reason)
 
-    def _report(self, index: int, request_id: str, failure: FailureReason | None) -> None:
+    def _report(
+        self, index: int, request_id: str, failure: FailureReason | None
+    ) -> None:
         """One worker has reported a load. It is over when every worker has, and bad if it is on one of them."""
         failures = self._reports.setdefault(request_id, {})
         failures[index] = failure
@@ -332,7 +353,9 @@ class StandaloneEngine:
         # Nothing is asked about it any more, and its params may be megabytes.
         self.loads.finished(request_id)
 
-    def _check_blocks(self, blocks: Blocks, num_tokens: int, *, from_first: bool) -> None:
+    def _check_blocks(
+        self, blocks: Blocks, num_tokens: int, *, from_first: bool
+    ) -> None:
         """Check that no block that these tokens need is block 0.
 
         Args:

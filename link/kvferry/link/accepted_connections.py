@@ -88,11 +88,15 @@ class AcceptedConnections:
         self.capacity = min(limits.MAX_CONNECTIONS, files // 2)
         self._listener = listener
         self._counters = counters
-        self._known: dict[int, TcpConnection] = {}  # by file; the latest to send is last
+        self._known: dict[
+            int, TcpConnection
+        ] = {}  # by file; the latest to send is last
         self.arrivals = Arrivals()
         self._unfinished_bytes: dict[int, int] = {}  # by file, when it was last checked
         self._reason: str | None = None
-        self._logs = {reason: RateLimitedLog(logger, limits.LINE_S) for reason in _TEXTS}
+        self._logs = {
+            reason: RateLimitedLog(logger, limits.LINE_S) for reason in _TEXTS
+        }
         self._logs["unfinished"] = RateLimitedLog(logger, limits.UNFINISHED_LINE_S)
         self.monitor = watch(listener, _EVENTS)
 
@@ -101,7 +105,9 @@ class AcceptedConnections:
         known = dict(self._known)
         return AcceptedConnectionsSnapshot(
             capacity=self.capacity,
-            unfinished_bytes={file: tcp.unfinished_bytes() for file, tcp in known.items()},
+            unfinished_bytes={
+                file: tcp.unfinished_bytes() for file, tcp in known.items()
+            },
         )
 
     def on_event(self) -> None:
@@ -180,7 +186,9 @@ class AcceptedConnections:
         total_bytes = sum(self._unfinished_bytes.values())
         files_of_host: dict[str, list[int]] = {}  # the largest is last
         bytes_of_host: Counter[str] = Counter()
-        for file in sorted(self._unfinished_bytes, key=self._unfinished_bytes.__getitem__):
+        for file in sorted(
+            self._unfinished_bytes, key=self._unfinished_bytes.__getitem__
+        ):
             host = self._known[file].peer
             files_of_host.setdefault(host, []).append(file)
             bytes_of_host[host] += self._unfinished_bytes[file]
@@ -204,7 +212,9 @@ class AcceptedConnections:
         """Count a refusal and log it."""
         self._counters.add("side_channel_refusals", reason)
         who = peer or "an unknown address"
-        self._logs[reason].warning("side channel: refused %s (%s): %s", who, reason, _TEXTS[reason])
+        self._logs[reason].warning(
+            "side channel: refused %s (%s): %s", who, reason, _TEXTS[reason]
+        )
 
     def close(self) -> None:
         """Stop the monitor."""

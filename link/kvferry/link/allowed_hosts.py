@@ -85,7 +85,9 @@ class AllowedHosts:
         )
 
     @classmethod
-    def without_list(cls, secrets: Secrets, own_host: str = "localhost") -> AllowedHosts:
+    def without_list(
+        cls, secrets: Secrets, own_host: str = "localhost"
+    ) -> AllowedHosts:
         """What is allowed where nothing is listed.
 
         Args:
@@ -139,7 +141,9 @@ class AllowedHosts:
 
     def _not_allowed(self) -> str:
         if self.this_host:
-            return "is not this host, and there is neither a secret nor allowed_hosts here"
+            return (
+                "is not this host, and there is neither a secret nor allowed_hosts here"
+            )
         if self.any_host:
             return "is link-local: allowed_hosts must list it"
         return "is not in allowed_hosts"
@@ -171,7 +175,9 @@ def _read_network(entry: str) -> Network | None:
     # Hosts that are written as mapped addresses are read as IPv4, so the network must be IPv4 as well to hold them.
     if isinstance(network, ipaddress.IPv6Network) and network.subnet_of(_MAPPED):
         mapped = network.network_address.ipv4_mapped
-        network = ipaddress.IPv4Network((int(mapped or 0), network.prefixlen - _MAPPED.prefixlen))
+        network = ipaddress.IPv4Network(
+            (int(mapped or 0), network.prefixlen - _MAPPED.prefixlen)
+        )
     # Whoever lists 0.0.0.0 alone means something else.
     if network.num_addresses == 1 and why_unusable(network.network_address) is not None:
         return None

@@ -24,7 +24,12 @@ from kvferry.link.host_names import HostNames
 from kvferry.link.secrets import Secrets
 from kvferry.link.sockets import derive_keys
 from kvferry.protocol.description_parts import PartsReceived
-from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
+from kvferry.protocol.errors import (
+    ConnectionEnded,
+    HandshakeFailed,
+    NothingListens,
+    PeerRefused,
+)
 from kvferry.protocol.handshake import (
     MAX_PART_FRAME_BYTES,
     EngineDescription,
@@ -56,10 +61,14 @@ class SideChannelClient:
         RuntimeError: the system gives no more threads.
     """
 
-    def __init__(self, secrets: Secrets = (), allowed: AllowedHosts | None = None) -> None:
+    def __init__(
+        self, secrets: Secrets = (), allowed: AllowedHosts | None = None
+    ) -> None:
         derive_keys(secrets)
         self._secrets = secrets
-        self._allowed = allowed if allowed is not None else AllowedHosts.without_list(secrets)
+        self._allowed = (
+            allowed if allowed is not None else AllowedHosts.without_list(secrets)
+        )
         self._names = HostNames()
         self._lock = threading.Lock()
         self._is_closing = False
@@ -69,7 +78,9 @@ class SideChannelClient:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._loop = asyncio.SelectorEventLoop()
         self._endless = EndlessMessages()
-        self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="kvferry-side-channel", daemon=True
+        )
         try:
             self._thread.start()
         except RuntimeError:
@@ -122,7 +133,13 @@ class SideChannelClient:
         return read_description(frame, host, port)
 
     def exchange(
-        self, host: str, port: int, request: bytes, timeout_s: float, *, waits: bool = True
+        self,
+        host: str,
+        port: int,
+        request: bytes,
+        timeout_s: float,
+        *,
+        waits: bool = True,
     ) -> bytes:
         """Send one frame to a listener and return the one frame of its answer. Neither is interpreted.
 
@@ -223,7 +240,9 @@ class SideChannelClient:
 
         It may have megabytes, whose decoding would stop the loop: so `read_description` is the caller's, elsewhere.
         """
-        hello = Hello(engine_id=engine_id, client_id=client_id, queries_prompts=queries_prompts)
+        hello = Hello(
+            engine_id=engine_id, client_id=client_id, queries_prompts=queries_prompts
+        )
         return await self._exchange(
             host,
             port,
@@ -307,7 +326,13 @@ class SideChannelClient:
             raise HandshakeFailed(f"{where} {failed}") from None
 
     async def _attempt(
-        self, host: str, port: int, converse: Converse, max_answer_bytes: int, *, waits: bool
+        self,
+        host: str,
+        port: int,
+        converse: Converse,
+        max_answer_bytes: int,
+        *,
+        waits: bool,
     ) -> bytes:
         for _ in range(limits.ATTEMPTS):
             connection = await self.connect(host, port, max_answer_bytes, waits=waits)

@@ -24,7 +24,12 @@ from kvferry.link.sockets import (
     watch,
 )
 from kvferry.link.tcp import Arrivals, TcpConnection
-from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, NothingListens, PeerRefused
+from kvferry.protocol.errors import (
+    ConnectionEnded,
+    HandshakeFailed,
+    NothingListens,
+    PeerRefused,
+)
 from kvferry.protocol.hosts import Address, host_port
 
 T = TypeVar("T")
@@ -44,7 +49,9 @@ class EndlessMessages:
 
     def begin(self) -> None:
         """Check connections from now on."""
-        asyncio.get_running_loop().add_reader(self._arrivals.fileno(), self._check_arrivals)
+        asyncio.get_running_loop().add_reader(
+            self._arrivals.fileno(), self._check_arrivals
+        )
 
     def add(self, file: int, check: Callable[[], None]) -> None:
         """Call `check` whenever the connection has brought bytes."""
@@ -151,11 +158,17 @@ class Connection:
             if isinstance(result, Connection):
                 return result
             if result is ConnectionEvent.ONE_SIDED:
-                raise _listener_has_none() if secrets else _listener_has_one("has a secret")
+                raise (
+                    _listener_has_none()
+                    if secrets
+                    else _listener_has_one("has a secret")
+                )
             if result is ConnectionEvent.GARBLED and not secrets:
                 raise HandshakeFailed("does not keep to the protocol of ZMQ")
         if not secrets:
-            raise _listener_has_one("cuts every connection, most likely because it has a secret")
+            raise _listener_has_one(
+                "cuts every connection, most likely because it has a secret"
+            )
         # One more connection without encryption, over which nothing is sent, tells a listener without a secret from one
         # with another secret: an operator has to mend different things.
         result = await attempt(None)
@@ -234,7 +247,9 @@ class Connection:
         self._on_frame = on_frame
         try:
             self._read()
-            await asyncio.wait((received, self.ended), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (received, self.ended), return_when=asyncio.FIRST_COMPLETED
+            )
             if received.done():
                 return received.result()
         finally:
@@ -290,7 +305,11 @@ class Connection:
         num_bytes = 0
         for _ in range(limits.MESSAGES_AT_ONCE):
             # Asked in any case: ZMQ's file stays readable until then, and the loop would run without a pause.
-            if self._socket.closed or not _has_arrived(self._socket) or self._on_frame is None:
+            if (
+                self._socket.closed
+                or not _has_arrived(self._socket)
+                or self._on_frame is None
+            ):
                 return
             try:
                 frame = self._next_frame()
@@ -343,7 +362,9 @@ async def _next_event(monitor: zmq.Socket[bytes]) -> list[bytes]:
     return monitor.recv_multipart(zmq.NOBLOCK)
 
 
-async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T], advice: str = "") -> T:
+async def within(
+    timeout_s: float, coroutine: Coroutine[Any, Any, T], advice: str = ""
+) -> T:
     """The coroutine's result.
 
     Args:
@@ -355,7 +376,9 @@ async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T], advice: st
     try:
         return await asyncio.wait_for(coroutine, timeout_s)
     except asyncio.TimeoutError:
-        raise HandshakeFailed(f"did not answer within {timeout_s:g} s{advice}") from None
+        raise HandshakeFailed(
+            f"did not answer within {timeout_s:g} s{advice}"
+        ) from None
 
 
 def _close_monitor(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:

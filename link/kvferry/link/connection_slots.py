@@ -91,7 +91,9 @@ class _Turns:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self.connecting: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
+        self._waiting: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = (
+            OrderedDict()
+        )
         self._num_waiting = 0
 
     async def begin(self, host: str) -> None:
@@ -102,7 +104,9 @@ class _Turns:
         """
         num_of_host = len(self._waiting.get(host, ()))
         if not has_share(num_of_host, self._num_waiting, limits.MAX_WAITING):
-            raise HandshakeFailed("too many other addresses of this host wait to be connected")
+            raise HandshakeFailed(
+                "too many other addresses of this host wait to be connected"
+            )
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(host, OrderedDict())[turn] = None
         self._num_waiting += 1
@@ -217,7 +221,8 @@ class ConnectionSlots:
             capacity = max(1, min(capacity, files // limits.FILES_PER_SLOT))
         self.capacity = capacity
         self._turns = {
-            kind: _Turns(max(1, capacity // slots)) for kind, slots in SLOTS_PER_TURN.items()
+            kind: _Turns(max(1, capacity // slots))
+            for kind, slots in SLOTS_PER_TURN.items()
         }
         self._proven = _ProvenAddresses()
         self._in_use: dict[ConnectionSlot, None] = {}
@@ -310,7 +315,9 @@ class ConnectionSlots:
 
     def set_in_use(self, slot: ConnectionSlot) -> None:
         # Otherwise whoever has made connections for messages would have more slots for queries than all others leave.
-        has_slot = has_share(self._in_use_by_host[slot.host], len(self._in_use), self.capacity)
+        has_slot = has_share(
+            self._in_use_by_host[slot.host], len(self._in_use), self.capacity
+        )
         if slot in self._idle and has_slot:
             self._end_idle(slot)
             self._begin_use(slot)

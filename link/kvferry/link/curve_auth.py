@@ -59,8 +59,12 @@ class CurveAuth:
             address = b""
             if len(frames) > _ADDRESS_AT:
                 address = frames[_ADDRESS_AT]
-            self._connections.refused("other_secret", address.decode("ascii", "replace"))
-        self.socket.send_multipart([identity, b"", _VERSION, request_id, *status, b"", b""])
+            self._connections.refused(
+                "other_secret", address.decode("ascii", "replace")
+            )
+        self.socket.send_multipart(
+            [identity, b"", _VERSION, request_id, *status, b"", b""]
+        )
 
     def _admits(self, frames: list[bytes]) -> bool:
         if len(frames) != _REQUEST_FRAMES:

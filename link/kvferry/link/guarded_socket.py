@@ -15,7 +15,10 @@ from collections.abc import Callable
 import zmq
 
 from kvferry.link import limits
-from kvferry.link.accepted_connections import AcceptedConnections, AcceptedConnectionsSnapshot
+from kvferry.link.accepted_connections import (
+    AcceptedConnections,
+    AcceptedConnectionsSnapshot,
+)
 from kvferry.link.counts import Counts
 from kvferry.link.curve_auth import CurveAuth
 from kvferry.link.secrets import Secrets
@@ -67,7 +70,9 @@ class GuardedSocket:
             self._connections = AcceptedConnections(self._socket, counters)
             undo.callback(self._connections.close)
             self._curve_auth = (
-                CurveAuth(self._context, secrets, self._connections) if secrets else None
+                CurveAuth(self._context, secrets, self._connections)
+                if secrets
+                else None
             )
             self._socket.bind(channel_address(host, port))
             undo.pop_all()
@@ -179,7 +184,9 @@ class GuardedSocket:
                 return False
 
     def _delivered(self, frame: zmq.Frame) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # ZMQ does not know the connection of every message
+        with contextlib.suppress(
+            zmq.ZMQError
+        ):  # ZMQ does not know the connection of every message
             self._connections.delivered(int(frame.get(zmq.SRCFD)))
 
     def _end(self, frame: zmq.Frame) -> None:

@@ -93,7 +93,9 @@ class HostNames:
             lookups = self._of_found if host in self._found else self._of_others
             if lookups.count >= lookups.most:
                 return None
-            result: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+            result: asyncio.Future[str | None] = (
+                asyncio.get_running_loop().create_future()
+            )
             self._results[host] = result
             lookups.count += 1
             lookups.waiting.append(host)

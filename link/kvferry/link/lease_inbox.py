@@ -33,12 +33,17 @@ class LeaseInbox:
     """
 
     def __init__(self) -> None:
-        self._received: dict[tuple[type[LeaseMessage], str, LeaseName], float | None] = {}
+        self._received: dict[
+            tuple[type[LeaseMessage], str, LeaseName], float | None
+        ] = {}
         self._lock = threading.Lock()
 
     def put(self, message: LeaseMessage, received_s: float | None = None) -> bool:
         """Add all leases of a message. False if too many wait already; then none is added."""
-        keys = [(type(message), message.boot, name) for name in dict.fromkeys(message.leases)]
+        keys = [
+            (type(message), message.boot, name)
+            for name in dict.fromkeys(message.leases)
+        ]
         # Without the lock: the engine's thread only ever takes all of it, and then there are fewer.
         received = self._received
         num_new = sum(key not in received for key in keys)

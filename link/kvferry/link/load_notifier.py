@@ -71,7 +71,9 @@ class LoadListener:
         depth: steps that the engine begins before it has the report of the first of them.
     """
 
-    def __init__(self, boot: str, workers: int, wake: Callable[[], None], depth: int = 1) -> None:
+    def __init__(
+        self, boot: str, workers: int, wake: Callable[[], None], depth: int = 1
+    ) -> None:
         self._has_ended_loads = False
         self._depth = depth
         self._unreported_steps = 0

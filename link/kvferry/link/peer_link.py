@@ -230,7 +230,9 @@ class PeerLink:
         elif self.is_connected:
             self._send(self._connected(), message)
         elif len(self._messages) >= limits.QUEUED_MESSAGES:
-            self._links.failed(self.address, "too many messages wait for its connection")
+            self._links.failed(
+                self.address, "too many messages wait for its connection"
+            )
         else:
             self._messages.append(message)
             self.has_sent.clear()
@@ -266,12 +268,16 @@ class PeerLink:
             KvferryError: the connection has ended before the answer.
         """
         connection = self._connected()
-        connection.max_answer_bytes = max(connection.max_answer_bytes, MAX_PART_FRAME_BYTES)
+        connection.max_answer_bytes = max(
+            connection.max_answer_bytes, MAX_PART_FRAME_BYTES
+        )
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answer = answer
         try:
             connection.send(frame)
-            await asyncio.wait((answer, connection.ended), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (answer, connection.ended), return_when=asyncio.FIRST_COMPLETED
+            )
         except asyncio.CancelledError:
             # Nothing in an answer says to which request it belongs: a late one would be taken for the next one's.
             connection.end(HandshakeFailed("has not answered in time"))
@@ -366,7 +372,9 @@ class PeerLink:
                 except KvferryError as failed:
                     await self._attempt_failed(failed)
                 except Exception:
-                    logger.exception("the link to %s has failed", host_port(*self.address))
+                    logger.exception(
+                        "the link to %s has failed", host_port(*self.address)
+                    )
                     await self._attempt_failed(HandshakeFailed("an internal error"))
         finally:
             # Not if another task has taken its place.
@@ -396,7 +404,9 @@ class PeerLink:
         await self._pause(delay_s, why, is_counted=has_dropped)
         self._is_refused = False
 
-    async def _pause(self, delay_s: float, why: str, *, is_counted: bool = False) -> None:
+    async def _pause(
+        self, delay_s: float, why: str, *, is_counted: bool = False
+    ) -> None:
         if is_counted or self._has_queries():
             self._links.failed(self.address, why)
         if self.subscriber is not None:
@@ -527,7 +537,9 @@ class PeerLink:
             self._slot.idle()
 
     def _wait_idle(self, delay_s: float) -> None:
-        self._idle_timer = asyncio.get_running_loop().call_later(delay_s, self._check_idle)
+        self._idle_timer = asyncio.get_running_loop().call_later(
+            delay_s, self._check_idle
+        )
 
     def _check_idle(self) -> None:
         # Messages do not set the timer anew: most connections are used again and again until their engine ends.
@@ -545,7 +557,9 @@ class PeerLink:
         except KvferryError as refused:
             self.end(str(refused))
         except Exception:
-            logger.exception("an answer of %s could not be taken", host_port(*self.address))
+            logger.exception(
+                "an answer of %s could not be taken", host_port(*self.address)
+            )
             self.end("an internal error")
 
     def _pass_on(self, frame: bytes) -> None:

@@ -16,7 +16,12 @@ from kvferry.link.client import describe, refusal
 from kvferry.link.connection import within
 from kvferry.link.peer_link import PeerLink, PeerLinks
 from kvferry.protocol.errors import KvferryError, PeerRefused
-from kvferry.protocol.handshake import UNKNOWN_ENGINE, Hello, Refused, decode_without_workers
+from kvferry.protocol.handshake import (
+    UNKNOWN_ENGINE,
+    Hello,
+    Refused,
+    decode_without_workers,
+)
 from kvferry.protocol.hosts import host_port
 from kvferry.protocol.orders import Prewarm
 
@@ -98,7 +103,9 @@ class PeerPrewarmer:
         Raises:
             KvferryError: no usable answer came.
         """
-        hello = Hello(engine_id=UNKNOWN_ENGINE, client_id=self._client_id, queries_prompts=True)
+        hello = Hello(
+            engine_id=UNKNOWN_ENGINE, client_id=self._client_id, queries_prompts=True
+        )
         answer = decode_without_workers(await describe(link.ask, hello))
         if isinstance(answer, Refused):
             raise PeerRefused(refusal(answer))

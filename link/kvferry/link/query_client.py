@@ -54,7 +54,9 @@ class _QueriedProducer:
         is_sibling: other producers have named it, and it was never needed.
     """
 
-    def __init__(self, client: QueryClient, link: PeerLink, *, is_sibling: bool) -> None:
+    def __init__(
+        self, client: QueryClient, link: PeerLink, *, is_sibling: bool
+    ) -> None:
         self.producer: Producer = link.address
         self.queries: dict[int, PromptQuery] = {}
         self.needed_for: set[int] = set()
@@ -133,9 +135,13 @@ class _QueriedProducer:
         self._unsubscribed = []
         client_id = self._client.client_id
         for queries in _messages(unsent):
-            self._link.send_queries(encode(Subscribe(client_id=client_id, queries=queries)))
+            self._link.send_queries(
+                encode(Subscribe(client_id=client_id, queries=queries))
+            )
         for numbers in _messages(unsubscribed):
-            self._link.send_queries(encode(Unsubscribe(client_id=client_id, numbers=numbers)))
+            self._link.send_queries(
+                encode(Unsubscribe(client_id=client_id, numbers=numbers))
+            )
         if not self.queries:
             self._stop_timer()
         elif self._repeat_timer is None:
@@ -231,9 +237,13 @@ class QueryClient:
         producers = dict(self._by_producer)
         return QueryClientSnapshot(
             open=frozenset(opened),
-            answered=frozenset(number for number, query in opened.items() if query.has_answer),
+            answered=frozenset(
+                number for number, query in opened.items() if query.has_answer
+            ),
             producers={name: frozenset(one.queries) for name, one in producers.items()},
-            siblings=frozenset(name for name, one in producers.items() if one.is_sibling),
+            siblings=frozenset(
+                name for name, one in producers.items() if one.is_sibling
+            ),
             is_sending=any(one.is_sending for one in producers.values()),
         )
 
@@ -255,7 +265,9 @@ class QueryClient:
     def failed(self, queried: _QueriedProducer) -> None:
         """It cannot be reached, so it knows none of its prompts."""
         for number in list(queried.queries):
-            self._answered(queried, Answer(number=number, progress=PromptProgress.UNKNOWN))
+            self._answered(
+                queried, Answer(number=number, progress=PromptProgress.UNKNOWN)
+            )
 
     def forget(self, queried: _QueriedProducer) -> None:
         """Its link is gone. It has no open queries, or is a sibling that knows none of the prompts."""
@@ -273,7 +285,9 @@ class QueryClient:
         for command in commands:
             if isinstance(command, StartQuery):
                 number = command.query.number
-                opened = self._open.setdefault(number, _OpenQuery(command.query, command.producer))
+                opened = self._open.setdefault(
+                    number, _OpenQuery(command.query, command.producer)
+                )
                 queried = self._start(opened, command.producer)
                 self._need(queried, number)
             else:
@@ -296,7 +310,9 @@ class QueryClient:
         queried.update()
         return queried
 
-    def _start_siblings(self, opened: _OpenQuery, host: str, ports: Iterable[int]) -> None:
+    def _start_siblings(
+        self, opened: _OpenQuery, host: str, ports: Iterable[int]
+    ) -> None:
         # Siblings that were refused for lack of room get another chance with the next repetition.
         now_s = asyncio.get_running_loop().time()
         last_s = opened.siblings_queried_s
@@ -311,7 +327,9 @@ class QueryClient:
 
     def _has_room_for_sibling(self, host: str) -> bool:
         num_of_host = self._siblings_by_host[one_spelling(host)]
-        return has_share(num_of_host, self._siblings_by_host.total(), limits.MAX_SIBLINGS)
+        return has_share(
+            num_of_host, self._siblings_by_host.total(), limits.MAX_SIBLINGS
+        )
 
     def _need(self, queried: _QueriedProducer, number: int) -> None:
         """The producer is needed for this query."""
@@ -358,7 +376,9 @@ class QueryClient:
             if is_first or answer.reason:
                 self._on_answer(producer, answer)
 
-    def _lost(self, queried: _QueriedProducer, opened: _OpenQuery, answer: Answer) -> None:
+    def _lost(
+        self, queried: _QueriedProducer, opened: _OpenQuery, answer: Answer
+    ) -> None:
         """The producer that was passed on does not know the prompt any more."""
         producer = queried.producer
         del opened.known_by[producer]

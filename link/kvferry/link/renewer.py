@@ -175,7 +175,9 @@ class LeaseRenewer:
         if not self._submitted.empty():
             loop.call_soon(self._turn)
         elif math.isfinite(self._sleeps_until_s):
-            self._timer = loop.call_later(self._sleeps_until_s - time.monotonic(), self._turn)
+            self._timer = loop.call_later(
+                self._sleeps_until_s - time.monotonic(), self._turn
+            )
 
     async def _end(self) -> None:
         self._is_ending = True
@@ -228,6 +230,8 @@ class LeaseRenewer:
     def _renew(self, endpoint: Endpoint, names: list[LeaseName]) -> None:
         host, port, boot = endpoint
         for start in range(0, len(names), MAX_RENEWALS):
-            renewal = Renew(boot=boot, leases=tuple(names[start : start + MAX_RENEWALS]))
+            renewal = Renew(
+                boot=boot, leases=tuple(names[start : start + MAX_RENEWALS])
+            )
             message = Message(encode(renewal), boot, "heartbeats", len(renewal.leases))
             self.links.to((host, port)).send(message)

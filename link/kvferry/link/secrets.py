@@ -132,11 +132,15 @@ def _check_owner_and_mode(path: str, status: os.stat_result) -> None:
     this_user = os.geteuid()
     if status.st_uid not in (0, this_user):
         owner = f"a file of user {status.st_uid}"
-        raise _invalid(path, owner, f"one of this user or of root: chown {this_user} {quoted}")
+        raise _invalid(
+            path, owner, f"one of this user or of root: chown {this_user} {quoted}"
+        )
     # A group may read: a mounted secret belongs to root and to a group of the process.
     mode = stat.S_IMODE(status.st_mode)
     if mode & (stat.S_IWGRP | stat.S_IRWXO):
-        expected = f"no access for others and no writing by the group: chmod g-w,o= {quoted}"
+        expected = (
+            f"no access for others and no writing by the group: chmod g-w,o= {quoted}"
+        )
         raise _invalid(path, f"a file of mode {mode:04o}", expected)
 
 
@@ -159,7 +163,9 @@ def _parse(path: str, written: bytes) -> Secrets:
             expected = "one, or two while they are rotated"
             raise _invalid(path, f"more than {MAX_SECRETS} secrets", expected)
     if not secrets:
-        raise _invalid(path, "no secret", f"a line with one: {MAKE_ONE} > {shlex.quote(path)}")
+        raise _invalid(
+            path, "no secret", f"a line with one: {MAKE_ONE} > {shlex.quote(path)}"
+        )
     return tuple(secrets)
 
 

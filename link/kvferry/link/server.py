@@ -94,7 +94,9 @@ class NoPrompts:
 
     def subscribe(self, peer: bytes, request: Subscribe) -> Answers:
         unknown = PromptProgress.UNKNOWN
-        answers = [Answer(number=query.number, progress=unknown) for query in request.queries]
+        answers = [
+            Answer(number=query.number, progress=unknown) for query in request.queries
+        ]
         return Answers(answers=tuple(answers), siblings=())
 
     def unsubscribe(self, request: Unsubscribe) -> None:
@@ -153,7 +155,12 @@ class SideChannelListener:
         try:
             self.address = listening_address(host)
             self._socket = GuardedSocket(
-                self.address, port, MAX_REQUEST_BYTES, secrets, counters, self._answer_one
+                self.address,
+                port,
+                MAX_REQUEST_BYTES,
+                secrets,
+                counters,
+                self._answer_one,
             )
         except (OSError, zmq.ZMQError) as refused:
             os.close(self._wakeup)
@@ -163,15 +170,23 @@ class SideChannelListener:
                 f"an address of this machine with a free port ({refused}); every engine of a host needs its own",
             ) from None
         self._socket.watch(self._wakeup)
-        self._thread = threading.Thread(target=self._serve, name="kvferry-listener", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, name="kvferry-listener", daemon=True
+        )
         try:
             self._thread.start()
         except RuntimeError:
             self._socket.close()
             os.close(self._wakeup)
             raise
-        secured = f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
-        logger.info("side channel listens on %s %s", channel_address(self.address, port), secured)
+        secured = (
+            f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
+        )
+        logger.info(
+            "side channel listens on %s %s",
+            channel_address(self.address, port),
+            secured,
+        )
 
     def publish(self, description: EngineDescription) -> None:
         """Answer with this description from now on. Before that, `Hello` is refused with "starting"."""
@@ -254,7 +269,8 @@ class SideChannelListener:
         for answer in answers.answers:
             answer_bytes = memoryview(answer.params).nbytes + limits.ANSWER_BYTES
             is_full = (
-                len(frame) == MAX_QUERIES or frame_bytes + answer_bytes > limits.SHARED_FRAME_BYTES
+                len(frame) == MAX_QUERIES
+                or frame_bytes + answer_bytes > limits.SHARED_FRAME_BYTES
             )
             if frame and is_full:
                 self._send_frame(peer, answers, frame)
@@ -271,10 +287,14 @@ class SideChannelListener:
     def _put_into_inbox(self, message: LeaseMessage) -> None:
         # Unknown leases are dropped here and not in the step: a flood of messages about them cannot make a step longer
         # than the leases require.
-        known = tuple(name for name in message.leases if self._knows(message.boot, name))
+        known = tuple(
+            name for name in message.leases if self._knows(message.boot, name)
+        )
         num_unknown = len(message.leases) - len(known)
         if num_unknown:
-            metric = "renewals_unknown" if isinstance(message, Renew) else "releases_unknown"
+            metric = (
+                "renewals_unknown" if isinstance(message, Renew) else "releases_unknown"
+            )
             self._counters.add(metric, amount=num_unknown)
             message = msgspec.structs.replace(message, leases=known)
         if known and not self.inbox.put(message, self._wind()):

@@ -123,7 +123,10 @@ def listening_socket(
 
 
 def client_socket(
-    context: zmq.Context[S], address: Address, secret: Secret | None, max_answer_bytes: int
+    context: zmq.Context[S],
+    address: Address,
+    secret: Secret | None,
+    max_answer_bytes: int,
 ) -> S:
     """A DEALER that is ready to be connected, with bounded queues.
 
@@ -134,7 +137,9 @@ def client_socket(
     """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IPV6, int(address.version == 6))
-    socket.setsockopt(zmq.MAXMSGSIZE, _with_overhead(max_answer_bytes, secret is not None))
+    socket.setsockopt(
+        zmq.MAXMSGSIZE, _with_overhead(max_answer_bytes, secret is not None)
+    )
     socket.setsockopt(zmq.SNDHWM, limits.QUEUED_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, 1)
     socket.setsockopt(zmq.RCVBUF, limits.RECEIVE_BUFFER_BYTES)

@@ -63,9 +63,13 @@ def _is_routed_to_itself(address: Address) -> bool:
     # It misses all addresses in some sandboxes, which know no routes.
     destination = address.packed
     route = _ROUTE.pack(_family(address), 8 * len(destination), 0, 0, 0, 0, 0, 0, 0)
-    attribute = _ATTRIBUTE.pack(_ATTRIBUTE.size + len(destination), _RTA_DST) + destination
+    attribute = (
+        _ATTRIBUTE.pack(_ATTRIBUTE.size + len(destination), _RTA_DST) + destination
+    )
     length = _HEADER.size + len(route) + len(attribute)
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0) as kernel:
+    with socket.socket(
+        socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0
+    ) as kernel:
         header = _HEADER.pack(length, _RTM_GETROUTE, _NLM_F_REQUEST, 1, 0)
         kernel.send(header + route + attribute)
         # The kernel has answered before `send` returns, so a socket that does not block has the answer.

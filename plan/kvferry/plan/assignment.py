@@ -148,7 +148,9 @@ def assign(
         {producer: tuple(reads) for producer, reads in sorted(by_producer.items())}
         for by_producer in search.sources
     )
-    return Assignment(sources, _release_rest(sources, len(producers)), tuple(search.lacks))
+    return Assignment(
+        sources, _release_rest(sources, len(producers)), tuple(search.lacks)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,9 @@ def _patterns(
 ) -> list[_Pattern]:
     """The patterns, in the order in which they are shared out."""
     cell_bytes = {
-        tensor.name: tensor.cell_bytes for worker in consumers for tensor in worker.tensors
+        tensor.name: tensor.cell_bytes
+        for worker in consumers
+        for tensor in worker.tensors
     }
     # By identity, which is fast: equal holdings are one object.
     names_by_shards: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Name]] = {}
@@ -243,10 +247,16 @@ def _share_out(pattern: _Pattern, search: _Search) -> None:
             if search.has_lacks_enough():
                 return
             search.count(len(readers))
-            meeting = [reader.worker for reader in readers if shares_meet(reader.share, share)]
-            _share_out_part(pattern, segment, share, meeting, holders.get(share, ()), search)
+            meeting = [
+                reader.worker for reader in readers if shares_meet(reader.share, share)
+            ]
+            _share_out_part(
+                pattern, segment, share, meeting, holders.get(share, ()), search
+            )
         if not shares:
-            search.lacks += [Lack(name, segment, Interleave()) for name in pattern.names]
+            search.lacks += [
+                Lack(name, segment, Interleave()) for name in pattern.names
+            ]
 
 
 def _segments(pattern: _Pattern) -> list[Range]:
@@ -287,7 +297,8 @@ def _choose(
     readers_each, one_more = divmod(len(readers), len(holders))
     by_load = sorted(holders, key=lambda worker: (search.load[worker], worker))
     known = [
-        [holder for holder in by_load if holder in search.sources[reader]] for reader in readers
+        [holder for holder in by_load if holder in search.sources[reader]]
+        for reader in readers
     ]
     matched = _Matching(known, search).match(readers_each, one_more)
     times = dict.fromkeys(holders, 0)
@@ -298,7 +309,9 @@ def _choose(
     chosen: list[int] = []
     for holder in matched:
         if holder is None:
-            holder = min(times, key=lambda worker: (times[worker], search.load[worker], worker))
+            holder = min(
+                times, key=lambda worker: (times[worker], search.load[worker], worker)
+            )
             times[holder] += 1
             search.load[holder] += num_bytes
         chosen.append(holder)
@@ -318,7 +331,9 @@ class _Matching:
         self._known = known
         self._search = search
         self._holder_of: list[int | None] = [None] * len(known)
-        self._served: dict[int, list[int]] = {holder: [] for holders in known for holder in holders}
+        self._served: dict[int, list[int]] = {
+            holder: [] for holders in known for holder in holders
+        }
 
     def match(self, readers_each: int, one_more: int) -> list[int | None]:
         """Match the readers.
@@ -380,7 +395,10 @@ def _complete_shares(holds: Sequence[Holding]) -> list[Interleave]:
     """The shares of the producers' division of the tokens, which together are all tokens."""
     divisions = {(holding.share.ranks, holding.share.run_tokens) for holding in holds}
     ranks, run_tokens = min(divisions, default=(0, 0))
-    return [Interleave(ranks=ranks, rank=rank, run_tokens=run_tokens) for rank in range(ranks)]
+    return [
+        Interleave(ranks=ranks, rank=rank, run_tokens=run_tokens)
+        for rank in range(ranks)
+    ]
 
 
 def _add(reads: list[ReadSource], names: Sequence[Name], segment: Range) -> None:

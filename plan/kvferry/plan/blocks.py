@@ -104,7 +104,10 @@ def pair_request(
 
 
 def pair_units(
-    tokens: TokenMap, local_group: CacheGroup, remote_group: CacheGroup, request: RequestBlocks
+    tokens: TokenMap,
+    local_group: CacheGroup,
+    remote_group: CacheGroup,
+    request: RequestBlocks,
 ) -> UnitPairs:
     """Pair the units that hold the tokens to load; see `RequestBlocks` for the meaning of the ids.
 
@@ -123,12 +126,12 @@ def pair_units(
     if tokens.is_state:
         return _pair_states(tokens, field, local_ids, remote_ids, request)
 
-    local_slots, remote_slots = _wanted_slots(tokens, request.first_token, request.stop_token)
+    local_slots, remote_slots = _wanted_slots(
+        tokens, request.first_token, request.stop_token
+    )
     local_index, local_inside = np.divmod(local_slots, local_group.block_tokens)
     if len(local_index) and local_index[-1] >= len(local_ids):
-        expected = (
-            f"no more than {len(local_ids)} local blocks of {local_group.block_tokens} tokens"
-        )
+        expected = f"no more than {len(local_ids)} local blocks of {local_group.block_tokens} tokens"
         raise InvalidParams(field, f"tokens up to {request.stop_token}", expected)
     # Null blocks stand where the consumer's own window does not reach.
     is_held = local_ids[local_index] != NULL_BLOCK
@@ -167,10 +170,14 @@ def pair_units(
     first_slot = 0
     if len(local_slots):
         first_slot = int(local_slots[0])
-    return UnitPairs(local_block, local_position, remote_block, remote_position, first_slot)
+    return UnitPairs(
+        local_block, local_position, remote_block, remote_position, first_slot
+    )
 
 
-def _wanted_slots(tokens: TokenMap, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+def _wanted_slots(
+    tokens: TokenMap, first: int, stop: int
+) -> tuple[np.ndarray, np.ndarray]:
     """First local and first remote slot of every unit that holds wanted tokens, ascending."""
     local_share = tokens.local.share
     remote_share = tokens.remote.share
@@ -194,7 +201,11 @@ def _unit_starts(low: int, high: int, unit: int) -> np.ndarray:
 
 
 def _kernel_units(
-    tokens: TokenMap, side: TokenSide, group: CacheGroup, ids: np.ndarray, inside: np.ndarray
+    tokens: TokenMap,
+    side: TokenSide,
+    group: CacheGroup,
+    ids: np.ndarray,
+    inside: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Kernel blocks and positions of units that are `inside` slots into the scheduler blocks `ids`."""
     kernel_blocks = group.block_tokens // side.block_tokens
@@ -217,7 +228,9 @@ def _pair_states(
     held_remote_ids = remote_ids[remote_ids != NULL_BLOCK]
     if not len(held_local_ids) or not len(held_remote_ids):
         raise InvalidParams(
-            field, f"{len(held_remote_ids)} blocks", "a block with the state on both sides"
+            field,
+            f"{len(held_remote_ids)} blocks",
+            "a block with the state on both sides",
         )
     local_block = held_local_ids[-1:]
     remote_block = held_remote_ids[-1:]
@@ -254,7 +267,9 @@ def _check_left_out(
         raise InvalidParams(field, f"{reported} blocks", expected)
 
 
-def _check_bounds(field: str, side: TokenSide, group: CacheGroup, blocks: np.ndarray) -> None:
+def _check_bounds(
+    field: str, side: TokenSide, group: CacheGroup, blocks: np.ndarray
+) -> None:
     """Check kernel blocks, which clients can name; the error names scheduler blocks, as the ids do."""
     if not len(blocks):
         return

@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 from kvferry.protocol.geometry import Format, PagedTensor
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
+ITEM_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3": 1,
+    "float8_e5m2": 1,
+}
 """Bytes of an element of each dtype that can be converted."""
 
 # By the bytes of an element. Of float8 only with static scales: dynamic ones are in no description.
@@ -55,7 +61,9 @@ def lacks_scales(tensor: PagedTensor) -> bool:
     return tensor.format.quantization != "none" and not tensor.scales
 
 
-def conversion_of(local: PagedTensor, remote: PagedTensor, head: int) -> DtypeConversion:
+def conversion_of(
+    local: PagedTensor, remote: PagedTensor, head: int
+) -> DtypeConversion:
     """The conversion of one global head of two convertible tensors."""
     return DtypeConversion(
         remote_dtype=remote.format.dtype,
@@ -79,7 +87,9 @@ def _is_known(tensor_format: Format) -> bool:
 
 def _is_made_of_items(tensor: PagedTensor) -> bool:
     item_bytes = ITEM_BYTES[tensor.format.dtype]
-    return tensor.element_bytes in (0, item_bytes) and tensor.cell_bytes % item_bytes == 0
+    return (
+        tensor.element_bytes in (0, item_bytes) and tensor.cell_bytes % item_bytes == 0
+    )
 
 
 def _elements(tensor: PagedTensor) -> int:

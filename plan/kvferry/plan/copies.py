@@ -29,7 +29,9 @@ class Copies:
     placing: Placing
 
 
-def route_copies(route: Route, units: Mapping[TokenMap, UnitPairs]) -> tuple[Copies, ...]:
+def route_copies(
+    route: Route, units: Mapping[TokenMap, UnitPairs]
+) -> tuple[Copies, ...]:
     """The copies of a route, one value per placing; staged copies go directly to their final place."""
     copies: list[Copies] = []
     for placing in Placing:

@@ -71,7 +71,10 @@ class Choice:
 
 
 def choose(
-    costs: Costs, num_bytes: float, descriptors: float, read_options: Sequence[ReadOption]
+    costs: Costs,
+    num_bytes: float,
+    descriptors: float,
+    read_options: Sequence[ReadOption],
 ) -> Choice:
     """Choose between reading `num_bytes` in place with `descriptors` and the options in the producer's shape."""
     run_bytes = num_bytes / descriptors
@@ -82,19 +85,27 @@ def choose(
             None,
             f"runs of {run_bytes:.0f} B, and from {costs.direct_min_bytes} B on descriptors are cheap",
         )
-    no_better_runs = Choice(None, f"runs of {run_bytes:.0f} B, and no better ones on the producer")
+    no_better_runs = Choice(
+        None, f"runs of {run_bytes:.0f} B, and no better ones on the producer"
+    )
     best = cheapest(costs, read_options)
     if best is None:
         return no_better_runs
     option = read_options[best]
     direct_s = costs.read_s(num_bytes, descriptors)
-    staged_s = costs.read_s(option.read_bytes, option.descriptors) + costs.relayout_s(num_bytes)
+    staged_s = costs.read_s(option.read_bytes, option.descriptors) + costs.relayout_s(
+        num_bytes
+    )
     if staged_s >= direct_s:
         return no_better_runs
     producer_run_bytes = option.read_bytes / option.descriptors
-    reason = f"runs of {run_bytes:.0f} B, but of {producer_run_bytes:.0f} B on the producer"
+    reason = (
+        f"runs of {run_bytes:.0f} B, but of {producer_run_bytes:.0f} B on the producer"
+    )
     if option.read_bytes > num_bytes:
-        reason += f", where {option.read_bytes / num_bytes:.3g} times the bytes are read"
+        reason += (
+            f", where {option.read_bytes / num_bytes:.3g} times the bytes are read"
+        )
     return Choice(best, reason)
 
 
@@ -102,5 +113,7 @@ def cheapest(costs: Costs, read_options: Sequence[ReadOption]) -> int | None:
     """The index of the fastest option; the first of equals."""
     if not read_options:
         return None
-    times_s = [costs.read_s(option.read_bytes, option.descriptors) for option in read_options]
+    times_s = [
+        costs.read_s(option.read_bytes, option.descriptors) for option in read_options
+    ]
     return times_s.index(min(times_s))

@@ -78,7 +78,11 @@ def route_table(
     Args:
         placing: of the bundles to include; None for all of them, as if everything were direct.
     """
-    bundles = [bundle for bundle in route.bundles if placing in (None, route.placing_of(bundle))]
+    bundles = [
+        bundle
+        for bundle in route.bundles
+        if placing in (None, route.placing_of(bundle))
+    ]
     if not bundles:
         return None
     local = RowBuilder(local_device)
@@ -141,7 +145,9 @@ def _order(index: BundleIndex, pairs: UnitPairs) -> np.ndarray:
     positions = index.remote_starts.shape[1]
     are_positions_inside_blocks = index.remote_step > 1 or positions == 1
     if are_positions_inside_blocks:
-        return np.argsort(pairs.remote_block * positions + pairs.remote_position, kind="stable")
+        return np.argsort(
+            pairs.remote_block * positions + pairs.remote_position, kind="stable"
+        )
     # Each position has rows of its own: its blocks are neighbours.
     return np.asarray(np.lexsort((pairs.remote_block, pairs.remote_position)))
 
@@ -176,7 +182,9 @@ def local_side(bundle: Bundle) -> BundleSide:
     bases = np.array([base for base, _ in bundle.bases], dtype=np.int64)
     strides = tuple(axis.local_stride for axis in bundle.axes)
     positions = bundle.tokens.positions(bundle.tokens.local)
-    return BundleSide(bundle.local_run_bytes, bases, strides, bundle.local_unit_stride, positions)
+    return BundleSide(
+        bundle.local_run_bytes, bases, strides, bundle.local_unit_stride, positions
+    )
 
 
 def remote_side(bundle: Bundle) -> BundleSide:
@@ -184,7 +192,9 @@ def remote_side(bundle: Bundle) -> BundleSide:
     bases = np.array([base for _, base in bundle.bases], dtype=np.int64)
     strides = tuple(axis.remote_stride for axis in bundle.axes)
     positions = bundle.tokens.positions(bundle.tokens.remote)
-    return BundleSide(bundle.run_bytes, bases, strides, bundle.remote_unit_stride, positions)
+    return BundleSide(
+        bundle.run_bytes, bases, strides, bundle.remote_unit_stride, positions
+    )
 
 
 class _Fold(NamedTuple):
@@ -223,7 +233,9 @@ class RowBuilder:
 
     def array(self) -> np.ndarray:
         """All rows so far, int64 `[R, 5]`."""
-        return np.asarray(np.concatenate([np.empty((0, 5), dtype=np.int64), *self._rows]))
+        return np.asarray(
+            np.concatenate([np.empty((0, 5), dtype=np.int64), *self._rows])
+        )
 
     def add(self, bundle: Bundle, side: BundleSide) -> tuple[np.ndarray, int]:
         """Add a bundle's rows.
@@ -281,7 +293,9 @@ def _row_layout(bundle: Bundle, side: BundleSide) -> _RowLayout:
     shape = [bundle.axes[index].steps for index in other_axes]
     row_of_run = np.zeros(runs, dtype=np.int64)
     if shape:
-        row_of_run = np.asarray(np.ravel_multi_index(tuple(combinations[other_axes]), shape))
+        row_of_run = np.asarray(
+            np.ravel_multi_index(tuple(combinations[other_axes]), shape)
+        )
     step_of_run = np.zeros(runs, dtype=np.int64)
     if fold.axis is not None:
         step_of_run = combinations[fold.axis]

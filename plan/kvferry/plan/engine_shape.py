@@ -30,9 +30,16 @@ class EngineShape:
     def from_engine(cls, engine: EngineDescription) -> EngineShape:
         """The shape of a whole engine."""
         tensors = [
-            tensor for worker in engine.workers for tensor in worker.tensors if len(tensor.heads)
+            tensor
+            for worker in engine.workers
+            for tensor in worker.tensors
+            if len(tensor.heads)
         ]
-        attention = [tensor for tensor in tensors if engine.groups[tensor.group].policy != "state"]
+        attention = [
+            tensor
+            for tensor in tensors
+            if engine.groups[tensor.group].policy != "state"
+        ]
         # A convolution's heads are its channels, thousands of them: they are no heads to a reader.
         states = [tensor for tensor in tensors if not tensor.kind.startswith("conv")]
         counted_tensors = attention or states or tensors
@@ -54,7 +61,11 @@ class EngineShape:
 def format_topology(topology: Topology) -> str:
     """`TP 4 · PP 2`: the tensor-parallel size, and the other parallel sizes above 1."""
     parts = [f"TP {topology.tp}"]
-    for name, size in (("PP", topology.pp), ("PCP", topology.pcp), ("DCP", topology.dcp)):
+    for name, size in (
+        ("PP", topology.pp),
+        ("PCP", topology.pcp),
+        ("DCP", topology.dcp),
+    ):
         if size > 1:
             parts.append(f"{name} {size}")
     return " · ".join(parts)
@@ -78,4 +89,6 @@ def layer_order(engine: EngineDescription) -> dict[str, int]:
 
 def natural(name: str) -> tuple[tuple[str, int], ...]:
     """A key that sorts `layers.2` before `layers.10`."""
-    return tuple((text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name))
+    return tuple(
+        (text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", name)
+    )

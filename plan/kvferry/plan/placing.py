@@ -8,7 +8,13 @@ from kvferry.plan.conversion import conversion_of, has_scales_by_head, needs_con
 from kvferry.plan.cost import Choice, Costs, ReadOption, cheapest, choose
 from kvferry.plan.refusals import PlanRefused, Reason
 from kvferry.plan.runs import Bundle, ReadExtent, TensorSlice
-from kvferry.plan.staged_layout import StagedSource, Unplaceable, differs, read_options, sources
+from kvferry.plan.staged_layout import (
+    StagedSource,
+    Unplaceable,
+    differs,
+    read_options,
+    sources,
+)
 from kvferry.plan.tokens import TokenMap, map_tokens
 from kvferry.plan.transfer_plan import SAME_HOST, Placing, Slice
 from kvferry.protocol.geometry import PagedTensor, Range
@@ -23,7 +29,9 @@ def parts_of(
         yield TensorSlice(local, remote, heads, tokens)
         return
     if not has_scales_by_head(local) and not has_scales_by_head(remote):
-        yield TensorSlice(local, remote, heads, tokens, conversion_of(local, remote, heads.start))
+        yield TensorSlice(
+            local, remote, heads, tokens, conversion_of(local, remote, heads.start)
+        )
         return
     for head in range(heads.start, heads.stop):
         conversion = conversion_of(local, remote, head)
@@ -83,7 +91,10 @@ def place(
         if not lost:
             try:
                 placings = [
-                    (Placing.DIRECT if choice.option is None else Placing.STAGED, choice.reason)
+                    (
+                        Placing.DIRECT if choice.option is None else Placing.STAGED,
+                        choice.reason,
+                    )
                     for choice in choices
                 ]
                 return (
@@ -92,11 +103,17 @@ def place(
                 )
             except Unplaceable:
                 # Cells overlap on the producer, so no reading in its shape can be placed.
-                lost = {(index, reading) for index in range(len(bundles)) for reading in ReadExtent}
+                lost = {
+                    (index, reading)
+                    for index in range(len(bundles))
+                    for reading in ReadExtent
+                }
         banned |= lost
 
 
-def place_mapped(parts: Sequence[TensorSlice], bundles: Sequence[Bundle]) -> tuple[Slice, ...]:
+def place_mapped(
+    parts: Sequence[TensorSlice], bundles: Sequence[Bundle]
+) -> tuple[Slice, ...]:
     """The slices where everything is copied from mapped memory."""
     return _slices(parts, bundles, [(Placing.MAPPED, SAME_HOST)] * len(bundles))
 
@@ -188,7 +205,9 @@ def _lost(
     # shorter, and then too many, or the surplus no longer lies inside of them.
     lost: set[tuple[int, ReadExtent]] = set()
     for reading in set(reading_of_part.values()):
-        members = [part for part, chosen in reading_of_part.items() if chosen is reading]
+        members = [
+            part for part, chosen in reading_of_part.items() if chosen is reading
+        ]
         options = read_options(parts, members, reading, costs.staged_run_bytes)
         for index, bundle in enumerate(bundles):
             own = _members(bundle)
@@ -198,7 +217,9 @@ def _lost(
     return lost
 
 
-def _choose_staged(part: TensorSlice, costs: Costs, options: Sequence[ReadOption]) -> Choice:
+def _choose_staged(
+    part: TensorSlice, costs: Costs, options: Sequence[ReadOption]
+) -> Choice:
     """The choice for a part that is converted, or that the fabric does not reach: the pool, at any cost.
 
     Raises:

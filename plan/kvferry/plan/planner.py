@@ -106,7 +106,8 @@ def plan_engine(
     shapes = _shapes(consumer, producer)
     workers = range(len(consumer.workers))
     return tuple(
-        _plan(consumer, worker, producer, assignment, shapes, costs, mappable) for worker in workers
+        _plan(consumer, worker, producer, assignment, shapes, costs, mappable)
+        for worker in workers
     )
 
 
@@ -211,7 +212,9 @@ class _PlanSizes:
         for bundle in bundles:
             tokens = bundle.tokens
             sides = (tokens.local, tokens.remote)
-            self._rows += bundle.unit_runs * max(tokens.positions(side) for side in sides)
+            self._rows += bundle.unit_runs * max(
+                tokens.positions(side) for side in sides
+            )
             self._descriptors += bundle.unit_runs * max(
                 tokens.positions(side) * side.blocks for side in sides
             )
@@ -231,7 +234,9 @@ def _check_size(noun: str, number: int, limit: int) -> None:
     raise PlanRefused([reason])
 
 
-def _model_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
+def _model_reasons(
+    consumer: EngineDescription, producer: EngineDescription
+) -> Iterator[Reason]:
     for field, change in _SAME_MODEL.items():
         theirs = getattr(producer.facts, field)
         ours = getattr(consumer.facts, field)
@@ -239,7 +244,9 @@ def _model_reasons(consumer: EngineDescription, producer: EngineDescription) -> 
             yield Reason(f"model.{field}", repr(theirs), repr(ours), change)
 
 
-def _setting_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
+def _setting_reasons(
+    consumer: EngineDescription, producer: EngineDescription
+) -> Iterator[Reason]:
     """One reason for each setting that differs, or that only one side has."""
     theirs = {setting.name: setting.value for setting in producer.facts.settings}
     ours = {setting.name: setting.value for setting in consumer.facts.settings}
@@ -255,18 +262,30 @@ def _setting_reasons(consumer: EngineDescription, producer: EngineDescription) -
         yield Reason(f"model.{name}", their_value, our_value, change)
 
 
-def _group_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
+def _group_reasons(
+    consumer: EngineDescription, producer: EngineDescription
+) -> Iterator[Reason]:
     if len(producer.groups) != len(consumer.groups):
         yield Reason(
-            "cache_groups", str(len(producer.groups)), str(len(consumer.groups)), _SAME_GROUPS
+            "cache_groups",
+            str(len(producer.groups)),
+            str(len(consumer.groups)),
+            _SAME_GROUPS,
         )
         return
-    for index, (theirs, ours) in enumerate(zip(producer.groups, consumer.groups, strict=True)):
+    for index, (theirs, ours) in enumerate(
+        zip(producer.groups, consumer.groups, strict=True)
+    ):
         for field in ("policy", "window_tokens"):
             their_value = str(getattr(theirs, field))
             our_value = str(getattr(ours, field))
             if their_value != our_value:
-                yield Reason(f"cache_groups[{index}].{field}", their_value, our_value, _SAME_GROUPS)
+                yield Reason(
+                    f"cache_groups[{index}].{field}",
+                    their_value,
+                    our_value,
+                    _SAME_GROUPS,
+                )
 
 
 def _lack_reasons(lacks: Sequence[Lack]) -> Iterator[Reason]:
@@ -284,12 +303,18 @@ def _lack_reasons(lacks: Sequence[Lack]) -> Iterator[Reason]:
         if more:
             lacking += f", nor those of {len(more)} more tensors up to {more[-1]}"
         change = "serve the same layers and heads on both sides, and let every producer worker describe itself"
-        yield Reason(f"tensor {first}", f"no worker holds {lacking}", "needs them", change)
+        yield Reason(
+            f"tensor {first}", f"no worker holds {lacking}", "needs them", change
+        )
 
 
-def _surplus_reasons(consumer: EngineDescription, producer: EngineDescription) -> Iterator[Reason]:
+def _surplus_reasons(
+    consumer: EngineDescription, producer: EngineDescription
+) -> Iterator[Reason]:
     """Refuse layers and heads that only the producer has: they show that it serves another model, or a draft model."""
-    known_layers = {tensor.layer for worker in consumer.workers for tensor in worker.tensors}
+    known_layers = {
+        tensor.layer for worker in consumer.workers for tensor in worker.tensors
+    }
     surplus: dict[str, None] = {}
     for worker in producer.workers:
         for tensor in worker.tensors:
@@ -301,7 +326,10 @@ def _surplus_reasons(consumer: EngineDescription, producer: EngineDescription) -
         if more:
             has += f", and {len(more)} more up to {more[-1]}"
         yield Reason(
-            f"layer {first}", has, "has no such layer", "serve the same layers on both sides"
+            f"layer {first}",
+            has,
+            "has no such layer",
+            "serve the same layers on both sides",
         )
     # What the consumer wants could be read nevertheless. But heads are counted by the model, not by
     # the engine: if their numbers differ, head 0 of one model is not head 0 of the other.
@@ -337,7 +365,10 @@ def _tensor_reasons(
     consumer: EngineDescription, producer: EngineDescription, assignment: Assignment
 ) -> Iterator[Reason]:
     """Each difference once, however many workers and layers have it."""
-    remote = [{tensor.name: tensor for tensor in worker.tensors} for worker in producer.workers]
+    remote = [
+        {tensor.name: tensor for tensor in worker.tensors}
+        for worker in producer.workers
+    ]
     reported: set[tuple[str, str, str]] = set()
     for worker, sources in zip(consumer.workers, assignment.sources, strict=True):
         local = {tensor.name: tensor for tensor in worker.tensors}
@@ -380,11 +411,13 @@ def _differences(
         irrelevant |= {"format", "cell_bytes", "scales"}
         # Without a description of its scales the bytes of one format can still be copied, but not
         # converted.
-        if local.format != remote.format and (lacks_scales(local) or lacks_scales(remote)):
-            change = (
-                "what is converted needs static scales: use the same --kv-cache-dtype on both sides"
+        if local.format != remote.format and (
+            lacks_scales(local) or lacks_scales(remote)
+        ):
+            change = "what is converted needs static scales: use the same --kv-cache-dtype on both sides"
+            yield Reason(
+                f"{name}.scales", _scales_state(remote), _scales_state(local), change
             )
-            yield Reason(f"{name}.scales", _scales_state(remote), _scales_state(local), change)
     for field, change in _SAME_TENSOR.items():
         theirs = getattr(remote, field)
         ours = getattr(local, field)

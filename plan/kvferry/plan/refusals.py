@@ -39,7 +39,9 @@ class PlanRefused(KvferryError):
 
     def __init__(self, reasons: Sequence[Reason]) -> None:
         self.reasons = tuple(reasons)
-        numbered = [f"({number}) {reason}" for number, reason in enumerate(self.reasons, 1)]
+        numbered = [
+            f"({number}) {reason}" for number, reason in enumerate(self.reasons, 1)
+        ]
         super().__init__("; ".join(numbered))
 
 
@@ -61,7 +63,9 @@ def check_description(engine: EngineDescription) -> None:
     for index, group in enumerate(engine.groups):
         if group.policy != "state" and group.block_tokens > MAX_BLOCK_TOKENS:
             raise InvalidMessage(
-                f"groups[{index}].block_tokens", group.block_tokens, f"at most {MAX_BLOCK_TOKENS}"
+                f"groups[{index}].block_tokens",
+                group.block_tokens,
+                f"at most {MAX_BLOCK_TOKENS}",
             )
     for index in range(len(engine.workers)):
         _check_worker(engine, index)
@@ -77,9 +81,7 @@ class _GroupBlocks(NamedTuple):
     def __str__(self) -> str:
         text = f"{self.blocks} blocks of {self.block_tokens} tokens"
         if self.share.ranks > 1:
-            text += (
-                f" on rank {self.share.rank} of {self.share.ranks}, runs of {self.share.run_tokens}"
-            )
+            text += f" on rank {self.share.rank} of {self.share.ranks}, runs of {self.share.run_tokens}"
         return text
 
 
@@ -88,7 +90,9 @@ def _check_worker(engine: EngineDescription, index: int) -> None:
     names = {tensor.name for tensor in worker.tensors}
     if len(names) != len(worker.tensors):
         raise InvalidMessage(
-            f"workers[{index}].tensors", f"{len(worker.tensors)} tensors", "distinct names"
+            f"workers[{index}].tensors",
+            f"{len(worker.tensors)} tensors",
+            "distinct names",
         )
     reaches: dict[tuple[object, ...], int] = {}
     blocks_of_group: dict[int, _GroupBlocks] = {}
@@ -112,7 +116,9 @@ def _check_worker(engine: EngineDescription, index: int) -> None:
         expected = blocks_of_group.setdefault(tensor.group, blocks)
         if blocks != expected:
             raise InvalidMessage(
-                f"{where}.blocks", str(blocks), f"{expected}, like its group's other tensors"
+                f"{where}.blocks",
+                str(blocks),
+                f"{expected}, like its group's other tensors",
             )
 
 
@@ -139,18 +145,24 @@ def _check_base(where: str, tensor: PagedTensor) -> int:
 
 def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) -> None:
     if tensor.group >= len(engine.groups):
-        raise InvalidMessage(f"{where}.group", tensor.group, f"below {len(engine.groups)}")
+        raise InvalidMessage(
+            f"{where}.group", tensor.group, f"below {len(engine.groups)}"
+        )
     if tensor.heads.stop < tensor.heads.start:
         raise InvalidMessage(
             f"{where}.heads", tensor.heads, "a range that does not end before it starts"
         )
     if tensor.block_tokens % tensor.tile_tokens:
         raise InvalidMessage(
-            f"{where}.tile_tokens", tensor.tile_tokens, f"a divisor of {tensor.block_tokens}"
+            f"{where}.tile_tokens",
+            tensor.tile_tokens,
+            f"a divisor of {tensor.block_tokens}",
         )
     if tensor.interleave.rank >= tensor.interleave.ranks:
         raise InvalidMessage(
-            f"{where}.interleave.rank", tensor.interleave.rank, f"below {tensor.interleave.ranks}"
+            f"{where}.interleave.rank",
+            tensor.interleave.rank,
+            f"below {tensor.interleave.ranks}",
         )
     # Elements of both sides must divide one another, as powers of two do (`run_merger`).
     element_bytes = tensor.element_bytes
@@ -168,17 +180,23 @@ def _check_tensor(engine: EngineDescription, where: str, tensor: PagedTensor) ->
         )
     if len(tensor.scales) not in (0, 1, len(tensor.heads)):
         expected = f"none, one, or one for each of {len(tensor.heads)} heads"
-        raise InvalidMessage(f"{where}.scales", f"{len(tensor.scales)} scales", expected)
+        raise InvalidMessage(
+            f"{where}.scales", f"{len(tensor.scales)} scales", expected
+        )
     group = engine.groups[tensor.group]
     if group.policy == "state":
         return
     if group.block_tokens % tensor.block_tokens:
         raise InvalidMessage(
-            f"{where}.block_tokens", tensor.block_tokens, f"a divisor of {group.block_tokens}"
+            f"{where}.block_tokens",
+            tensor.block_tokens,
+            f"a divisor of {group.block_tokens}",
         )
     # Otherwise the number of blocks would not determine how many slots a rank has filled.
     share = tensor.interleave
     if share.ranks > 1 and group.block_tokens % share.run_tokens:
         raise InvalidMessage(
-            f"{where}.interleave.run_tokens", share.run_tokens, f"a divisor of {group.block_tokens}"
+            f"{where}.interleave.run_tokens",
+            share.run_tokens,
+            f"a divisor of {group.block_tokens}",
         )

@@ -35,7 +35,9 @@ def merge(parts: Sequence[TensorSlice]) -> tuple[Bundle, ...]:
         strided_runs = [merger.grow(strided) for strided in joined]
         if is_settled:
             break
-    return tuple(_bundle(alike) for alike in _grouped(strided_runs, _loops_run_and_dtypes))
+    return tuple(
+        _bundle(alike) for alike in _grouped(strided_runs, _loops_run_and_dtypes)
+    )
 
 
 def _bundle(alike: Sequence[_StridedRun]) -> Bundle:
@@ -54,7 +56,9 @@ def _bundle(alike: Sequence[_StridedRun]) -> Bundle:
     )
 
 
-def producer_runs(parts: Sequence[TensorSlice], reading: ReadExtent) -> tuple[Bundle, ...]:
+def producer_runs(
+    parts: Sequence[TensorSlice], reading: ReadExtent
+) -> tuple[Bundle, ...]:
     """The producer's own runs; both sides of these bundles describe the producer."""
     maps: dict[int, TokenMap] = {}
     return merge([_producer_part(part, reading, maps) for part in parts])
@@ -165,8 +169,12 @@ class _RunMerger:
         loops = _Loops(
             tokens=tokens,
             axes=axes,
-            local_unit_stride=_unit_stride(local, tiles, tokens.positions(tokens.local)),
-            remote_unit_stride=_unit_stride(remote, tiles, tokens.positions(tokens.remote)),
+            local_unit_stride=_unit_stride(
+                local, tiles, tokens.positions(tokens.local)
+            ),
+            remote_unit_stride=_unit_stride(
+                remote, tiles, tokens.positions(tokens.remote)
+            ),
             items=items,
         )
         return self._one_object(loops), run
@@ -244,15 +252,22 @@ def _absorb(
         remaining.remove(continuing)
         continuing = _continuing(remaining, run, items)
     # The outermost of the producer first, so that equal axes in another order are equal loops.
-    remaining.sort(key=lambda axis: (-axis.remote_stride, -axis.local_stride, axis.steps))
+    remaining.sort(
+        key=lambda axis: (-axis.remote_stride, -axis.local_stride, axis.steps)
+    )
     return tuple(remaining), run
 
 
-def _continuing(axes: Iterable[RunAxis], run: int, items: tuple[int, int]) -> RunAxis | None:
+def _continuing(
+    axes: Iterable[RunAxis], run: int, items: tuple[int, int]
+) -> RunAxis | None:
     """An axis that continues a run on both sides."""
     local_item, remote_item = items
     for axis in axes:
-        if axis.local_stride == run * local_item and axis.remote_stride == run * remote_item:
+        if (
+            axis.local_stride == run * local_item
+            and axis.remote_stride == run * remote_item
+        ):
             return axis
     return None
 

@@ -105,7 +105,9 @@ class Bundle:
 
 def grid(shape: Sequence[int]) -> np.ndarray:
     """All combinations of the indices of axes, int64 `[axes, combinations]`; one empty combination without axes."""
-    return np.asarray(np.indices(shape, dtype=np.int64).reshape(len(shape), math.prod(shape)))
+    return np.asarray(
+        np.indices(shape, dtype=np.int64).reshape(len(shape), math.prod(shape))
+    )
 
 
 class TensorSlice(NamedTuple):

@@ -16,7 +16,14 @@ import numpy as np
 
 from kvferry.plan.cost import ReadOption
 from kvferry.plan.run_merger import producer_runs
-from kvferry.plan.runs import MAX_DESCRIPTORS, Bundle, ReadExtent, RunAxis, TensorSlice, grid
+from kvferry.plan.runs import (
+    MAX_DESCRIPTORS,
+    Bundle,
+    ReadExtent,
+    RunAxis,
+    TensorSlice,
+    grid,
+)
 from kvferry.plan.tokens import TokenMap
 
 
@@ -96,7 +103,10 @@ def differs(part: TensorSlice, reading: ReadExtent) -> bool:
     if reading is ReadExtent.UNITS:
         return True
     if reading is ReadExtent.BLOCKS:
-        return not part.tokens.is_state and part.tokens.unit_tokens < part.remote.block_tokens
+        return (
+            not part.tokens.is_state
+            and part.tokens.unit_tokens < part.remote.block_tokens
+        )
     return len(part.heads) < len(part.remote.heads)
 
 
@@ -105,7 +115,10 @@ MAX_RUNS = 8192
 
 
 def read_options(
-    parts: Sequence[TensorSlice], indices: Sequence[int], reading: ReadExtent, max_run_bytes: int
+    parts: Sequence[TensorSlice],
+    indices: Sequence[int],
+    reading: ReadExtent,
+    max_run_bytes: int,
 ) -> Mapping[int, ReadOption]:
     """The cost of reading each of the parts with these indices in the producer's shape, for one unit of its token map.
 
@@ -120,7 +133,10 @@ def read_options(
             continue
         for positions in bundle.members:
             members = [indices[position] for position in positions]
-            if not all(_has_surplus_inside(parts[member], bundle, reading) for member in members):
+            if not all(
+                _has_surplus_inside(parts[member], bundle, reading)
+                for member in members
+            ):
                 continue
             for member in members:
                 units = _needed_units_of_block(parts[member], reading)
@@ -145,8 +161,14 @@ def sources(
     """
     staged: list[StagedSource] = []
     for reading in ReadExtent:
-        indices = [index for index in range(len(parts)) if reading_of_part.get(index) is reading]
-        for source_bundle in producer_runs([parts[index] for index in indices], reading):
+        indices = [
+            index
+            for index in range(len(parts))
+            if reading_of_part.get(index) is reading
+        ]
+        for source_bundle in producer_runs(
+            [parts[index] for index in indices], reading
+        ):
             place_of_part: dict[int, int] = {}
             for place, positions in enumerate(source_bundle.members):
                 for position in positions:
@@ -196,7 +218,10 @@ def _needed_units_of_block(part: TensorSlice, reading: ReadExtent) -> float:
 
 
 def _placements(
-    bundles: Sequence[Bundle], source: Bundle, place_of_part: Mapping[int, int], reading: ReadExtent
+    bundles: Sequence[Bundle],
+    source: Bundle,
+    place_of_part: Mapping[int, int],
+    reading: ReadExtent,
 ) -> tuple[Placement, ...]:
     """The placements of a source.
 
@@ -247,13 +272,20 @@ def _pieces(
             scales = (conversion.remote_scale, conversion.local_scale)
         first_run = place * source.runs_per_place
         pieces += [
-            Piece(first_run + number, remote_base - source_base, local_base + run_offset, scales)
+            Piece(
+                first_run + number,
+                remote_base - source_base,
+                local_base + run_offset,
+                scales,
+            )
             for number, run_offset in enumerate(run_offsets)
         ]
     return pieces
 
 
-def _axes_of_runs(of_source: Sequence[RunAxis], of_places: Sequence[RunAxis]) -> list[RunAxis]:
+def _axes_of_runs(
+    of_source: Sequence[RunAxis], of_places: Sequence[RunAxis]
+) -> list[RunAxis]:
     """The axes of a source's runs, as the places have them; their combinations are numbered as those of the runs.
 
     Raises:

@@ -73,7 +73,9 @@ def share_of(tensor: PagedTensor) -> Interleave:
     return EVERYTHING
 
 
-def map_tokens(group: int, policy: str, local: PagedTensor, remote: PagedTensor) -> TokenMap:
+def map_tokens(
+    group: int, policy: str, local: PagedTensor, remote: PagedTensor
+) -> TokenMap:
     """The token map of two tensors; see the module's docstring for the unit."""
     local_side = TokenSide.from_tensor(local)
     remote_side = TokenSide.from_tensor(remote)
@@ -159,7 +161,11 @@ def first_needed(group: CacheGroup, next_token: int) -> int:
 
 
 def reaches_back(
-    group: CacheGroup, block_span: int, first_held: int, num_tokens: int, prompt_tokens: int
+    group: CacheGroup,
+    block_span: int,
+    first_held: int,
+    num_tokens: int,
+    prompt_tokens: int,
 ) -> bool:
     """True if an engine can continue a sequence from the tokens `[first_held, num_tokens)` that a producer holds.
 

@@ -121,7 +121,11 @@ class Route:
     @property
     def heads(self) -> Range | None:
         """The first to the last head that is read of attention, `[start, stop)`; None without attention."""
-        ranges = [one_slice.heads for one_slice in self.slices if not one_slice.tokens.is_state]
+        ranges = [
+            one_slice.heads
+            for one_slice in self.slices
+            if not one_slice.tokens.is_state
+        ]
         if not ranges:
             return None
         start = min(heads.start for heads in ranges)
@@ -145,7 +149,11 @@ class Route:
             source_runs = [source.bundle.run_bytes for source in self.sources]
             runs += f" read in runs of {_lengths(source_runs)} B"
         phrases.append(runs)
-        units = {bundle.tokens.unit_tokens for bundle in self.bundles if not bundle.tokens.is_state}
+        units = {
+            bundle.tokens.unit_tokens
+            for bundle in self.bundles
+            if not bundle.tokens.is_state
+        }
         if units:
             named = [str(unit) for unit in sorted(units)[:_MAX_UNITS_NAMED]]
             phrases.append(f"units of {'/'.join(named)} tokens")
@@ -193,9 +201,12 @@ class TransferPlan:
         # Nothing is compared: a mapped byte crosses the memory once, as a byte that is read in place does, and costs
         # no descriptor.
         routes = tuple(
-            route.mapped() if route.worker in workers else route for route in self.routes
+            route.mapped() if route.worker in workers else route
+            for route in self.routes
         )
-        reasons = dict.fromkeys(reason for route in routes for reason in route.unless_mapped)
+        reasons = dict.fromkeys(
+            reason for route in routes for reason in route.unless_mapped
+        )
         if reasons:
             raise PlanRefused(list(reasons))
         return replace(self, routes=routes)
@@ -233,7 +244,9 @@ class TransferPlan:
         return (line + "; ".join(texts), *(f"{start} {text}" for text in more_lines))
 
 
-def _describe(phrases: tuple[str, ...], routes: Sequence[Route]) -> tuple[str, list[str]]:
+def _describe(
+    phrases: tuple[str, ...], routes: Sequence[Route]
+) -> tuple[str, list[str]]:
     """Routes that differ only in place and heads: their text, and lines of what it leaves out."""
     text = format_places(route.place for route in routes)
     # Places that are many and without order are only counted: each is named in further lines.
@@ -309,7 +322,10 @@ def _format_heads(heads: Range) -> str:
 def _lines_of(verb: str, names: Sequence[str]) -> list[str]:
     """Lines that name every worker."""
     starts = range(0, len(names), _NAMED_PER_LINE)
-    return [f"{verb} {', '.join(names[start : start + _NAMED_PER_LINE])}" for start in starts]
+    return [
+        f"{verb} {', '.join(names[start : start + _NAMED_PER_LINE])}"
+        for start in starts
+    ]
 
 
 def _lengths(lengths: Sequence[int]) -> str:

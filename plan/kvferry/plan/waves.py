@@ -98,7 +98,12 @@ def source_units(source: StagedSource, pairs: UnitPairs) -> SourceUnits:
         positions = pairs.remote_position[order]
         source_unit = np.arange(len(order), dtype=np.int64)
         position_inside = np.zeros_like(positions)
-    columns = [source_unit, position_inside, pairs.local_block[order], pairs.local_position[order]]
+    columns = [
+        source_unit,
+        position_inside,
+        pairs.local_block[order],
+        pairs.local_position[order],
+    ]
     return SourceUnits(
         remote_block=blocks,
         remote_position=positions,
@@ -107,7 +112,9 @@ def source_units(source: StagedSource, pairs: UnitPairs) -> SourceUnits:
     )
 
 
-def next_window(runs: int, units: int, last: Window | None, chunks: int) -> Window | None:
+def next_window(
+    runs: int, units: int, last: Window | None, chunks: int
+) -> Window | None:
     """The window after `last` (None at the beginning), of at most `chunks` chunks; None at the end.
 
     Example: 3 runs, 5 units. With 7 chunks: all runs of units 0 and 1, then of 2 and 3, then of 4. With 2 chunks: runs
@@ -131,4 +138,6 @@ def window_reads(table: SourceTable, units: SourceUnits, window: Window) -> np.n
     """The producer's descriptors of a window, int32 `[chunks]`, in the order of its chunks."""
     own = slice(window.first_unit, window.stop_unit)
     starts = table.starts[window.first_run : window.stop_run]
-    return row_indices(starts, table.step, units.remote_block[own], units.remote_position[own])
+    return row_indices(
+        starts, table.step, units.remote_block[own], units.remote_position[own]
+    )

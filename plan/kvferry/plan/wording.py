@@ -80,7 +80,9 @@ def _progression(numbers: Sequence[int], start: int) -> tuple[int, int]:
     first = numbers[start]
     step = numbers[start + 1] - first
     count = 2
-    while start + count < len(numbers) and numbers[start + count] == first + step * count:
+    while (
+        start + count < len(numbers) and numbers[start + count] == first + step * count
+    ):
         count += 1
     # Two numbers are always a progression: unless they are neighbours, it says nothing.
     if count == 2 and step > 1:
@@ -89,7 +91,10 @@ def _progression(numbers: Sequence[int], start: int) -> tuple[int, int]:
 
 
 def _formatted(numbers: Sequence[int]) -> list[str]:
-    return [_format_progression(first, last, step) for first, last, step in progressions(numbers)]
+    return [
+        _format_progression(first, last, step)
+        for first, last, step in progressions(numbers)
+    ]
 
 
 def _format_progression(first: int, last: int, step: int) -> str:

@@ -60,7 +60,9 @@ def decode(
         error: when the message is longer than `max_bytes`, is not msgpack, or does not fit the decoder's type.
     """
     if len(payload) > max_bytes:
-        raise error(where or _WHOLE, f"{len(payload)} bytes", f"at most {max_bytes} bytes")
+        raise error(
+            where or _WHOLE, f"{len(payload)} bytes", f"at most {max_bytes} bytes"
+        )
     try:
         return decoder.decode(payload)
     except msgspec.ValidationError as refused:
@@ -71,7 +73,10 @@ def decode(
 
 
 def _with_field(
-    refused: msgspec.ValidationError, root: object, error: type[InputError], where: str = ""
+    refused: msgspec.ValidationError,
+    root: object,
+    error: type[InputError],
+    where: str = "",
 ) -> InputError:
     """The error for msgspec's refusal; `root` is the refused object, None if it was never decoded."""
     expected = str(refused)
@@ -119,7 +124,9 @@ def _value_at(root: object, path: str) -> object:
     for key in _KEY_OF_PATH.findall(path):
         if isinstance(value, dict) and key in value:
             value = value[key]
-        elif isinstance(value, (list, tuple)) and key.isdigit() and int(key) < len(value):
+        elif (
+            isinstance(value, (list, tuple)) and key.isdigit() and int(key) < len(value)
+        ):
             value = value[int(key)]
         else:
             return "unusable"

@@ -67,7 +67,9 @@ class EngineJson(msgspec.Struct, frozen=True, kw_only=True):
     facts: ModelFacts
     topology: Topology
     groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=64)]
-    workers: Annotated[tuple[WorkerJson, ...], Meta(min_length=1, max_length=MAX_WORKERS)]
+    workers: Annotated[
+        tuple[WorkerJson, ...], Meta(min_length=1, max_length=MAX_WORKERS)
+    ]
 
 
 def to_engine_json(engine: EngineDescription) -> EngineJson:
@@ -126,7 +128,9 @@ def decode_engine_json(text: bytes) -> EngineJson:
     # Strict, unlike on the wire: in an edited file an unknown field is most likely a typo.
     for path, known_names in _unknown_fields(plain, engine_json, ""):
         name = path.rpartition(".")[2]
-        raise InvalidDescription(cut(path) or repr(path), UNKNOWN, one_of(name, known_names))
+        raise InvalidDescription(
+            cut(path) or repr(path), UNKNOWN, one_of(name, known_names)
+        )
     return engine_json
 
 
@@ -142,7 +146,9 @@ def _check_version(plain: object) -> None:
         raise InvalidDescription(field, version, expected)
 
 
-def _unknown_fields(plain: Any, decoded: object, path: str) -> Iterator[tuple[str, list[str]]]:
+def _unknown_fields(
+    plain: Any, decoded: object, path: str
+) -> Iterator[tuple[str, list[str]]]:
     """The fields in plain objects that their types do not have, each with the fields that the type has."""
     if isinstance(decoded, tuple):
         pairs = zip(plain, decoded, strict=False)

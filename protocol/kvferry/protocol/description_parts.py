@@ -90,7 +90,9 @@ class PartsReceived:
             return self._take_part(answer)
         # A short description or a refusal is the whole answer, but only in place of the first part.
         if self._first is not None:
-            raise InvalidMessage("type", "another answer", "the next part of the description")
+            raise InvalidMessage(
+                "type", "another answer", "the next part of the description"
+            )
         return frame
 
     def _take_part(self, part: DescriptionPart) -> bytes | None:

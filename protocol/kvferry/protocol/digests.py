@@ -83,7 +83,9 @@ def digest_chain(prompt: Prompt, num_tokens: int | None = None) -> tuple[str, ..
 
 def _check_within(prompt: Prompt, num_tokens: int) -> None:
     if not 0 <= num_tokens <= len(prompt.tokens):
-        raise ValueError(f"num_tokens is {num_tokens}; expected 0 to {len(prompt.tokens)}")
+        raise ValueError(
+            f"num_tokens is {num_tokens}; expected 0 to {len(prompt.tokens)}"
+        )
 
 
 class GrowingChain:
@@ -139,7 +141,9 @@ def shared_tokens(prompt: Prompt, chain: Sequence[str], num_tokens: int) -> int:
     tokens = _as_uint32(prompt.tokens, num_tokens)
     shared = 0
     # The chain may be longer than the local prompt, or shorter.
-    for expected, digest in zip(chain, _digests(prompt.media, identity, tokens), strict=False):
+    for expected, digest in zip(
+        chain, _digests(prompt.media, identity, tokens), strict=False
+    ):
         stop = min(shared + CHUNK_TOKENS, num_tokens)
         is_beyond = stop * TOKEN_BYTES > len(tokens)
         if is_beyond or digest.hex() != expected:

@@ -42,7 +42,15 @@ from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
 from kvferry.protocol.hosts import host_port
-from kvferry.protocol.ids import MAX_WORKERS, Address, Hex128, HexEpoch, Positive, SlotIndex, Text
+from kvferry.protocol.ids import (
+    MAX_WORKERS,
+    Address,
+    Hex128,
+    HexEpoch,
+    Positive,
+    SlotIndex,
+    Text,
+)
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
 from kvferry.protocol.prompt_queries import Answers, Subscribe, Unsubscribe
 from kvferry.protocol.shared_memory import SharedMemory
@@ -108,7 +116,9 @@ class Renew(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
     """
 
     boot: Hex128
-    leases: Annotated[tuple[LeaseName, ...], Meta(min_length=1, max_length=MAX_RENEWALS)]
+    leases: Annotated[
+        tuple[LeaseName, ...], Meta(min_length=1, max_length=MAX_RENEWALS)
+    ]
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
@@ -120,7 +130,9 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     """
 
     boot: Hex128
-    leases: Annotated[tuple[LeaseName, ...], Meta(min_length=1, max_length=MAX_RENEWALS)]
+    leases: Annotated[
+        tuple[LeaseName, ...], Meta(min_length=1, max_length=MAX_RENEWALS)
+    ]
 
 
 Request = Hello | Renew | Release | Subscribe | Unsubscribe
@@ -250,7 +262,9 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="engine")
     facts: ModelFacts
     topology: Topology
     groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=64)]
-    workers: Annotated[tuple[WorkerDescription, ...], Meta(min_length=1, max_length=MAX_WORKERS)]
+    workers: Annotated[
+        tuple[WorkerDescription, ...], Meta(min_length=1, max_length=MAX_WORKERS)
+    ]
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -291,14 +305,18 @@ Reply = EngineDescription | Refused
 class UnreadDescription(EngineDescription, frozen=True, kw_only=True, tag="engine"):
     """A description whose workers are not decoded."""
 
-    workers: Annotated[tuple[msgspec.Raw, ...], Meta(min_length=1, max_length=MAX_WORKERS)]  # type: ignore[assignment]
+    workers: Annotated[
+        tuple[msgspec.Raw, ...], Meta(min_length=1, max_length=MAX_WORKERS)
+    ]  # type: ignore[assignment]
 
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[UnreadDescription | Refused] = msgspec.msgpack.Decoder(
-    UnreadDescription | Refused
+_replies: msgspec.msgpack.Decoder[UnreadDescription | Refused] = (
+    msgspec.msgpack.Decoder(UnreadDescription | Refused)
 )
-_workers: msgspec.msgpack.Decoder[WorkerDescription] = msgspec.msgpack.Decoder(WorkerDescription)
+_workers: msgspec.msgpack.Decoder[WorkerDescription] = msgspec.msgpack.Decoder(
+    WorkerDescription
+)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -307,7 +325,9 @@ def channel_address(host: str, port: int) -> str:
     return f"tcp://{host_port(host, port)}"
 
 
-def encode(message: Request | Reply | DescriptionPart | WorkerDescription | Answers) -> bytes:
+def encode(
+    message: Request | Reply | DescriptionPart | WorkerDescription | Answers,
+) -> bytes:
     """Any message of the side channel as one frame."""
     return _encoder.encode(message)
 
@@ -361,7 +381,9 @@ def _with_workers(unread: UnreadDescription) -> EngineDescription:
     num_tensors = 0
     for index, encoded in enumerate(unread.workers):
         where = f"workers[{index}]"
-        worker = decode(bytes(encoded), _workers, MAX_REPLY_BYTES, InvalidMessage, where=where)
+        worker = decode(
+            bytes(encoded), _workers, MAX_REPLY_BYTES, InvalidMessage, where=where
+        )
         workers.append(worker)
         num_tensors += len(worker.tensors)
         if num_tensors > MAX_ENGINE_TENSORS:

@@ -112,7 +112,9 @@ def why_unusable(address: Address) -> str | None:
         return "the address of all hosts of a network"
     # IPv4 link-local addresses have a meaning without an interface; `AllowedHosts` decides about them.
     if address.version == 6 and address.is_link_local:
-        return "a link-local address, which only has a meaning together with an interface"
+        return (
+            "a link-local address, which only has a meaning together with an interface"
+        )
     if address.is_multicast:
         return "the address of a group of hosts"
     return None

@@ -29,7 +29,16 @@ import msgspec
 
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.ids import Address, Count, Hex128, HexEpoch, Port, Positive, SlotIndex, Text
+from kvferry.protocol.ids import (
+    Address,
+    Count,
+    Hex128,
+    HexEpoch,
+    Port,
+    Positive,
+    SlotIndex,
+    Text,
+)
 from kvferry.protocol.params import Blocks, RemotePrefill
 from kvferry.protocol.stream_rows import RowIndex
 
@@ -164,7 +173,9 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        has_leases = self.ends or self.opens or self.holds or self.progress or self.completions
+        has_leases = (
+            self.ends or self.opens or self.holds or self.progress or self.completions
+        )
         has_loads = self.loads or self.fails or self.cancels or self.prewarms
         return bool(has_leases or has_loads)
 

@@ -149,7 +149,9 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
         """The producer's boot."""
         return self.kvferry.boot
 
-    def to_json(self, *, is_turn: bool = False, at_once: bool = False) -> dict[str, Any]:
+    def to_json(
+        self, *, is_turn: bool = False, at_once: bool = False
+    ) -> dict[str, Any]:
         """Plain objects (dict, list, int, float, str) for the HTTP answer.
 
         Args:

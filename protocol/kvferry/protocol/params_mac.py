@@ -39,13 +39,17 @@ def sign_params(params: RemotePrefill, key: bytes) -> RemotePrefill:
     return msgspec.structs.replace(params, kvferry=ticket)
 
 
-def sign_early(signed: RemotePrefill, key: bytes, opens_within_s: float) -> RemotePrefill:
+def sign_early(
+    signed: RemotePrefill, key: bytes, opens_within_s: float
+) -> RemotePrefill:
     """Signed params as a ticket whose slot may open only later."""
     # One prompt needs both objects: the early ticket, and the params of its answer. The early MAC is over the other
     # one, so the digests and block ids of a long prompt are encoded and hashed once.
     opens_ms = _milliseconds(opens_within_s)
     mac = _early_mac(signed.kvferry.mac, opens_ms, key)
-    ticket = msgspec.structs.replace(signed.kvferry, mac=mac, opens_within_s=opens_ms / 1000)
+    ticket = msgspec.structs.replace(
+        signed.kvferry, mac=mac, opens_within_s=opens_ms / 1000
+    )
     return msgspec.structs.replace(signed, kvferry=ticket)
 
 

@@ -63,7 +63,9 @@ _TRANSFER_KEYS = frozenset(
     )
 )
 
-_answer_decoder: msgspec.msgpack.Decoder[RemotePrefill] = msgspec.msgpack.Decoder(RemotePrefill)
+_answer_decoder: msgspec.msgpack.Decoder[RemotePrefill] = msgspec.msgpack.Decoder(
+    RemotePrefill
+)
 
 
 def read_params(
@@ -87,11 +89,15 @@ def read_params(
     if not isinstance(raw, _OBJECTS):
         raise InvalidParams("kv_transfer_params", raw, "an object")
     if len(raw) > MAX_KEYS:
-        raise InvalidParams("kv_transfer_params", f"{len(raw)} keys", f"at most {MAX_KEYS} keys")
+        raise InvalidParams(
+            "kv_transfer_params", f"{len(raw)} keys", f"at most {MAX_KEYS} keys"
+        )
     wants_prefill = _flag(raw, "do_remote_prefill")
     wants_decode = _flag(raw, "do_remote_decode")
     if wants_prefill and wants_decode:
-        raise InvalidParams("do_remote_decode", True, "false, since do_remote_prefill is true")
+        raise InvalidParams(
+            "do_remote_decode", True, "false, since do_remote_prefill is true"
+        )
     if wants_decode:
         return RemoteDecode()
     if not wants_prefill:
@@ -101,7 +107,9 @@ def read_params(
     return _read_remote_prefill(raw, prompt_tokens)
 
 
-def read_turn(raw: Mapping[str, Any], prompt_tokens: int | None = None) -> RemotePrefill | None:
+def read_turn(
+    raw: Mapping[str, Any], prompt_tokens: int | None = None
+) -> RemotePrefill | None:
     """Read the offer of the conversation's last turn in the params of a prompt to be prefilled here.
 
     Args:
@@ -121,7 +129,9 @@ def read_turn(raw: Mapping[str, Any], prompt_tokens: int | None = None) -> Remot
     return _read_remote_prefill(raw, prompt_tokens)
 
 
-def decode_params(encoded: msgspec.Raw, prompt_tokens: int | None = None) -> RemotePrefill:
+def decode_params(
+    encoded: msgspec.Raw, prompt_tokens: int | None = None
+) -> RemotePrefill:
     """The params in a producer's answer to a query.
 
     Args:
@@ -188,14 +198,20 @@ def _read_named_prefill(raw: Mapping[str, Any]) -> NamedPrefill:
     return as_type(_plain_fields(raw, _NAMED_FIELDS), NamedPrefill, InvalidParams)
 
 
-def _read_remote_prefill(raw: Mapping[str, Any], prompt_tokens: int | None) -> RemotePrefill:
+def _read_remote_prefill(
+    raw: Mapping[str, Any], prompt_tokens: int | None
+) -> RemotePrefill:
     ticket = raw.get("kvferry")
     if ticket is None:
-        raise ForeignParams("kvferry", MISSING, "the object that a kvferry producer adds")
+        raise ForeignParams(
+            "kvferry", MISSING, "the object that a kvferry producer adds"
+        )
     if not isinstance(ticket, _OBJECTS):
         raise InvalidParams("kvferry", ticket, "an object")
     if len(ticket) > MAX_KEYS:
-        raise InvalidParams("kvferry", f"{len(ticket)} keys", f"at most {MAX_KEYS} keys")
+        raise InvalidParams(
+            "kvferry", f"{len(ticket)} keys", f"at most {MAX_KEYS} keys"
+        )
     _check_lengths(raw.get("remote_block_ids"), ticket.get("digests"), prompt_tokens)
     return _read_fields(raw, ticket)
 
@@ -210,7 +226,9 @@ def _check_lengths(groups: object, digests: object, prompt_tokens: int | None) -
         raise InvalidParams("remote_block_ids", f"{len(groups)} groups", expected)
     for index, group in enumerate(groups):
         if not isinstance(group, _LISTS):
-            raise InvalidParams(f"remote_block_ids[{index}]", group, "a list of block ids")
+            raise InvalidParams(
+                f"remote_block_ids[{index}]", group, "a list of block ids"
+            )
     num_blocks = sum(map(len, groups))
     num_digests = len(digests) if isinstance(digests, _LISTS) else 0
     _check_counts(num_blocks, num_digests, prompt_tokens)
@@ -260,7 +278,9 @@ def _check_num_digests(params: RemotePrefill) -> None:
     num_digests = len(params.kvferry.digests)
     expected = _num_digests(params)
     if num_digests != expected:
-        raise InvalidParams("kvferry.digests", f"{num_digests} digests", f"{expected} of them")
+        raise InvalidParams(
+            "kvferry.digests", f"{num_digests} digests", f"{expected} of them"
+        )
 
 
 def _num_digests(params: RemotePrefill) -> int:

@@ -47,7 +47,9 @@ MAX_SIBLINGS = 1024
 _ANNOUNCED = "kvferry1"
 _ANNOUNCED_ID = re.compile(rf"{_ANNOUNCED}\.(?P<boot>[0-9a-f]{{32}})\.(?=.)")
 _RANDOM_END = re.compile(r"-[0-9a-f]{8}\Z")
-_INDEX = re.compile(r"\A(?:(?P<of_n>\d{1,6})_)?(?:cmpl-.*-(?P<of_batch>\d{1,6})|.*)\Z", re.DOTALL)
+_INDEX = re.compile(
+    r"\A(?:(?P<of_n>\d{1,6})_)?(?:cmpl-.*-(?P<of_batch>\d{1,6})|.*)\Z", re.DOTALL
+)
 
 Number = Annotated[int, Meta(ge=0, lt=2**53)]
 
@@ -82,7 +84,9 @@ class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
     """
 
     client_id: Text
-    queries: Annotated[tuple[PromptQuery, ...], Meta(min_length=1, max_length=MAX_QUERIES)]
+    queries: Annotated[
+        tuple[PromptQuery, ...], Meta(min_length=1, max_length=MAX_QUERIES)
+    ]
 
 
 class Unsubscribe(msgspec.Struct, frozen=True, kw_only=True, tag="unsubscribe"):

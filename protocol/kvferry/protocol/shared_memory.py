@@ -45,6 +45,8 @@ class SharedMemory(msgspec.Struct, frozen=True, kw_only=True):
     machine: Text
     pid_namespace: Text
     pid: Annotated[int, Meta(ge=1, lt=2**31)]
-    allocations: Annotated[tuple[SharedAllocation, ...], Meta(max_length=MAX_ALLOCATIONS)] = ()
+    allocations: Annotated[
+        tuple[SharedAllocation, ...], Meta(max_length=MAX_ALLOCATIONS)
+    ] = ()
     why_not: Text | None = None
     ipc_namespace: Text | None = None

@@ -65,7 +65,9 @@ class StreamRows(msgspec.Struct, frozen=True, kw_only=True):
     headers: Address
     ids: Address
     rows: Annotated[int, Meta(ge=1, le=STREAM_ROWS)]
-    blocks: Annotated[tuple[RowBlocks, ...], Meta(min_length=1, max_length=MAX_ROW_GROUPS)]
+    blocks: Annotated[
+        tuple[RowBlocks, ...], Meta(min_length=1, max_length=MAX_ROW_GROUPS)
+    ]
 
     @property
     def pages(self) -> int:

@@ -29,7 +29,9 @@ PAIR = (f"{MODEL},tp=2,layout=NHD", f"{MODEL},block=32")
 def written(folder: Path, **changes: object) -> str:
     path = folder / "request.json"
     plain = {**REQUEST, **changes}
-    path.write_text(json.dumps({key: value for key, value in plain.items() if value is not ...}))
+    path.write_text(
+        json.dumps({key: value for key, value in plain.items() if value is not ...})
+    )
     return str(path)
 
 
@@ -54,7 +56,9 @@ def test_all_copies_together_move_every_entry_of_every_token_to_its_place(
     tmp_path: Path, pool: str
 ) -> None:
     """The oracle walks over layers, heads and tokens and knows only the address formula."""
-    ran = run("plan", *PAIR, "--copies", written(tmp_path), "--staging-pool-bytes", pool)
+    ran = run(
+        "plan", *PAIR, "--copies", written(tmp_path), "--staging-pool-bytes", pool
+    )
     lines = [json.loads(line) for line in ran.out.splitlines()]
     assert {line["via"] for line in lines} == {"direct" if pool == "0" else "staged"}
     source_of: dict[int, tuple[int, int]] = {}
@@ -70,7 +74,9 @@ def test_all_copies_together_move_every_entry_of_every_token_to_its_place(
                 for w in producer.workers
                 if w.tensors[0].heads.start <= head < w.tensors[0].heads.stop
             ]
-            (remote,) = [one for one in producer.workers[rank].tensors if one.name == local.name]
+            (remote,) = [
+                one for one in producer.workers[rank].tensors if one.name == local.name
+            ]
             for token in range(40):
                 dst = address(local, (2, 7)[token // 32], head, token % 32)
                 src = address(remote, (5, 3, 6)[token // 16], head, token % 16)
@@ -87,20 +93,30 @@ def test_only_the_tokens_that_are_asked_for_are_copied(tmp_path: Path) -> None:
     first = consumer.workers[0].tensors[0]
     block = first.base + 2 * first.block_stride
     inside = [
-        line["dst"] - block for line in part if block <= line["dst"] < block + first.block_stride
+        line["dst"] - block
+        for line in part
+        if block <= line["dst"] < block + first.block_stride
     ]
     assert inside
-    assert all(offset % first.head_stride >= 16 * first.tile_stride for offset in inside)
+    assert all(
+        offset % first.head_stride >= 16 * first.tile_stride for offset in inside
+    )
 
 
-def test_converted_copies_name_the_conversion_and_count_the_written_bytes(tmp_path: Path) -> None:
-    lines = lines_of(tmp_path, MODEL, f"{MODEL},dtype=float32", local_block_ids=[[2, 7, 1]])
+def test_converted_copies_name_the_conversion_and_count_the_written_bytes(
+    tmp_path: Path,
+) -> None:
+    lines = lines_of(
+        tmp_path, MODEL, f"{MODEL},dtype=float32", local_block_ids=[[2, 7, 1]]
+    )
     assert {line["convert"] for line in lines} == {"bfloat16 becomes float32"}
     assert {line["via"] for line in lines} == {"staged"}
     assert sum(line["bytes"] for line in lines) == 2 * 2 * 4 * 4 * 4 * 48
 
 
-def test_copies_can_be_written_to_a_file_beside_the_table_or_the_json(tmp_path: Path) -> None:
+def test_copies_can_be_written_to_a_file_beside_the_table_or_the_json(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "copies.jsonl"
     request = written(tmp_path)
     for form, begins in (((), "producer TP 2"), (("--json",), "{")):
@@ -112,7 +128,9 @@ def test_copies_can_be_written_to_a_file_beside_the_table_or_the_json(tmp_path: 
 
 
 def test_json_and_copies_cannot_share_one_output(tmp_path: Path) -> None:
-    assert "--out FILE with it" in refused("plan", *PAIR, "--copies", written(tmp_path), "--json")
+    assert "--out FILE with it" in refused(
+        "plan", *PAIR, "--copies", written(tmp_path), "--json"
+    )
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
@@ -128,9 +146,18 @@ WRONG: list[tuple[dict[str, object], str]] = [
         {"remote_block_ids": [[5, 3]]},
         "remote_block_ids[0] is '2 blocks'; expected blocks for all tokens from 0 to 40",
     ),
-    ({"remote_block_ids": [[5, 3, 8]]}, "remote_block_ids[0] is 8; expected block ids up to 7"),
-    ({"local_block_ids": [[2, 8]]}, "local_block_ids[0] is 8; expected block ids up to 7"),
-    ({"local_block_ids": [[2]]}, "is 'tokens up to 40'; expected no more than 1 local blocks"),
+    (
+        {"remote_block_ids": [[5, 3, 8]]},
+        "remote_block_ids[0] is 8; expected block ids up to 7",
+    ),
+    (
+        {"local_block_ids": [[2, 8]]},
+        "local_block_ids[0] is 8; expected block ids up to 7",
+    ),
+    (
+        {"local_block_ids": [[2]]},
+        "is 'tokens up to 40'; expected no more than 1 local blocks",
+    ),
     (
         {"remote_block_ids": [[5, 3, 6], []]},
         "remote_block_ids is '2 lists'; expected one per cache group: 1",
@@ -167,7 +194,11 @@ PLAIN = st.fixed_dictionaries(
 )
 
 
-@given(st.one_of(st.binary(max_size=40), PLAIN.map(lambda plain: json.dumps(plain).encode())))
+@given(
+    st.one_of(
+        st.binary(max_size=40), PLAIN.map(lambda plain: json.dumps(plain).encode())
+    )
+)
 @settings(max_examples=200)
 def test_no_request_raises_anything_but_its_own_error(text: bytes) -> None:
     try:

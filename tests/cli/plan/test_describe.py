@@ -15,7 +15,11 @@ import pytest
 from kvferry.cli.plan.short_engine import engine_of_form
 from kvferry.link.secrets import VARIABLE
 from kvferry.link.server import SideChannelListener
-from kvferry.protocol.description_json import decode_engine_json, from_engine_json, to_engine_json
+from kvferry.protocol.description_json import (
+    decode_engine_json,
+    from_engine_json,
+    to_engine_json,
+)
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.scheduler.counters import Counters
 from tests.cli.command import refused, run
@@ -33,7 +37,9 @@ def engine(**changes: object) -> EngineDescription:
 
 
 @contextlib.contextmanager
-def published(description: EngineDescription, counters: Counters | None = None) -> Iterator[str]:
+def published(
+    description: EngineDescription, counters: Counters | None = None
+) -> Iterator[str]:
     with listening(counters) as (listener, port):
         listener.publish(description)
         yield f"{HOST}:{port}"
@@ -75,7 +81,9 @@ def test_an_engine_with_a_secret_is_described_to_askers_with_the_file(
             (None, "and there is none here"),
             (write(tmp_path / "open", listing(NEW), 0o644), "chmod"),
         ):
-            monkeypatch.delenv(VARIABLE) if path is None else monkeypatch.setenv(VARIABLE, path)
+            monkeypatch.delenv(VARIABLE) if path is None else monkeypatch.setenv(
+                VARIABLE, path
+            )
             ran = run("describe", f"{HOST}:{port}")
             assert ran.code != 0
             assert said in ran.err
@@ -89,10 +97,16 @@ def test_the_table_has_every_worker_with_its_layers_and_heads() -> None:
         ran = run("describe", address)
     assert (ran.code, ran.err) == (0, "")
     lines = [line.split() for line in ran.out.splitlines()]
-    assert ran.out.startswith("engine prefill-0: TP 2 · PP 2 · 6 layers · 8 heads · bfloat16 · ")
+    assert ran.out.startswith(
+        "engine prefill-0: TP 2 · PP 2 · 6 layers · 8 heads · bfloat16 · "
+    )
     assert "  group 1       window of 64, blocks of 16 tokens" in ran.out.splitlines()
-    assert ["tp1", "VRAM", "0", "0…2", "4…7", "all", "6"] in [line[:7] for line in lines]
-    assert ["tp0/pp1", "VRAM", "0", "3…5", "0…3", "all", "6"] in [line[:7] for line in lines]
+    assert ["tp1", "VRAM", "0", "0…2", "4…7", "all", "6"] in [
+        line[:7] for line in lines
+    ]
+    assert ["tp0/pp1", "VRAM", "0", "3…5", "0…3", "all", "6"] in [
+        line[:7] for line in lines
+    ]
 
 
 def test_an_engine_that_is_not_ready_is_reported_in_one_line() -> None:
@@ -124,7 +138,9 @@ def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
         def serve() -> None:
             with contextlib.suppress(OSError):
                 while True:
-                    threading.Thread(target=give, args=(server.accept()[0],), daemon=True).start()
+                    threading.Thread(
+                        target=give, args=(server.accept()[0],), daemon=True
+                    ).start()
 
         def give(connection: socket.socket) -> None:
             with connection, contextlib.suppress(OSError):
@@ -175,4 +191,6 @@ def test_a_running_engine_sees_no_probe(caplog: pytest.LogCaptureFixture) -> Non
     """It would log one as a connection that ended during the handshake."""
     with published(engine()) as address:
         assert run("describe", address).code == 0
-    assert [record for record in caplog.records if "refused" in record.getMessage()] == []
+    assert [
+        record for record in caplog.records if "refused" in record.getMessage()
+    ] == []

@@ -30,7 +30,10 @@ GEMMA = {
     "head_dim": 256,
     "sliding_window": 1024,
 }
-WINDOWS = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
+WINDOWS = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}
 PLAIN = "layers=32,heads=8,dim=128,dtype=bfloat16"
 # What differs from LLAMA, and the short form.
@@ -58,7 +61,10 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     ({**dict.fromkeys(LLAMA), "text_config": {**LLAMA, "head_dim": 128}}, PLAIN),
     ({"model_type": "mistral", "sliding_window": 4096}, f"{PLAIN},window=4096"),
     ({"model_type": "mistral", "sliding_window": None}, PLAIN),
-    ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, PLAIN),
+    (
+        {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False},
+        PLAIN,
+    ),
     (GEMMA, "layers=12,heads=8,dim=256,dtype=bfloat16,window=1024@0-4+6-10"),
     (
         {**WINDOWS, "sliding_window": 9},
@@ -78,7 +84,9 @@ def read(config: object, **given: str) -> str:
 
 
 @pytest.mark.parametrize(("changes", "form"), MODELS, ids=range(len(MODELS)))
-def test_a_models_config_is_read_as_its_short_form(changes: dict[str, Any], form: str) -> None:
+def test_a_models_config_is_read_as_its_short_form(
+    changes: dict[str, Any], form: str
+) -> None:
     assert read({**LLAMA, **changes}) == form
 
 
@@ -86,7 +94,11 @@ ELSEWHERE = "description_file"
 STATES = "state_layers, ssm and conv"
 # What differs from LLAMA, the error, and what to do.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"num_hidden_layers": None}, "num_hidden_layers is missing; expected a whole", "layers=32"),
+    (
+        {"num_hidden_layers": None},
+        "num_hidden_layers is missing; expected a whole",
+        "layers=32",
+    ),
     ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'", "layers=32"),
     ({"num_hidden_layers": True}, "num_hidden_layers is True", "layers=32"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000", "layers=32"),
@@ -96,14 +108,30 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "heads=8",
     ),
     ({"model_type": "qwen3"}, "head_dim is missing", "dim=128"),
-    ({"num_attention_heads": 33}, "hidden_size is 4096; expected a multiple of 33", "dim=128"),
+    (
+        {"num_attention_heads": 33},
+        "hidden_size is 4096; expected a multiple of 33",
+        "dim=128",
+    ),
     ({"torch_dtype": None}, "dtype is missing", "dtype=bfloat16"),
     ({"torch_dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'", "dtype=bfloat16"),
-    ({"quantization_config": {"kv_cache_scheme": {"a": 8}}}, "quantization_config is", "dtype="),
+    (
+        {"quantization_config": {"kv_cache_scheme": {"a": 8}}},
+        "quantization_config is",
+        "dtype=",
+    ),
     ({"sliding_window": 9}, "layer_types is missing", "window=4096@0-30/2"),
     ({"model_type": "mistral"}, "sliding_window is missing", "window=4096"),
-    ({"sliding_window": 9, "layer_types": ["full_attention"]}, "layer_types is 1 names", "32"),
-    ({"layer_types": ["linear_attention"] * 32}, "layer_types is 'linear_attention'", STATES),
+    (
+        {"sliding_window": 9, "layer_types": ["full_attention"]},
+        "layer_types is 1 names",
+        "32",
+    ),
+    (
+        {"layer_types": ["linear_attention"] * 32},
+        "layer_types is 'linear_attention'",
+        STATES,
+    ),
     ({"mamba_d_state": 128}, "mamba_d_state is 128", STATES),
     ({"attention_chunk_size": 8192}, "attention_chunk_size is 8192", ELSEWHERE),
     ({"index_topk": 2048}, "index_topk is 2048", ELSEWHERE),
@@ -127,7 +155,11 @@ def test_what_config_json_does_not_say_is_refused_with_what_to_do(
 
 def test_keys_that_are_written_behind_a_model_need_not_be_in_config_json() -> None:
     assert (
-        read({**LLAMA, "torch_dtype": None, "num_key_value_heads": "?"}, dtype="float16", heads="4")
+        read(
+            {**LLAMA, "torch_dtype": None, "num_key_value_heads": "?"},
+            dtype="float16",
+            heads="4",
+        )
         == "layers=32,dim=128"
     )
     assert (
@@ -135,8 +167,13 @@ def test_keys_that_are_written_behind_a_model_need_not_be_in_config_json() -> No
         == "layers=32,heads=8,dim=128,dtype=bfloat16"
     )
     hybrid = {**LLAMA, "num_hidden_layers": 2, "mamba_d_state": 128}
-    assert read(hybrid, state_layers="0", ssm="4x8") == "layers=2,heads=8,dim=128,dtype=bfloat16"
-    assert read({"model_type": "x"}, layers="2", mla="576", dtype="float16") == "layers=2"
+    assert (
+        read(hybrid, state_layers="0", ssm="4x8")
+        == "layers=2,heads=8,dim=128,dtype=bfloat16"
+    )
+    assert (
+        read({"model_type": "x"}, layers="2", mla="576", dtype="float16") == "layers=2"
+    )
 
 
 def test_a_file_that_is_no_config_is_refused() -> None:
@@ -153,7 +190,8 @@ VALUES = st.recursive(
     | st.text(max_size=9)
     | st.sampled_from(["full_attention", "bfloat16"]),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
     ),
     max_leaves=6,
 )
@@ -168,10 +206,14 @@ KEYS_OF_CONFIGS = sorted(
     st.dictionaries(st.sampled_from(KEYS_OF_CONFIGS), VALUES),
 )
 @settings(max_examples=300)
-def test_no_config_raises_any_other_error(config: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_no_config_raises_any_other_error(
+    config: dict[str, Any], changes: dict[str, Any]
+) -> None:
     try:
         form = form_of(
-            read_model_config(json.dumps({**config, **changes}, allow_nan=False).encode(), {})
+            read_model_config(
+                json.dumps({**config, **changes}, allow_nan=False).encode(), {}
+            )
         )
     except ValueError:  # no JSON
         return
@@ -209,14 +251,19 @@ def test_a_path_a_folder_and_a_name_of_the_hub_cache_are_the_same_model(
     assert run("plan", str(path), "tp=1").code == 0
     (folder / "refs" / "main").write_text("..")
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    assert "nothing is downloaded" in refused("plan", "meta-llama/Llama-3.1-8B,tp=4", "tp=2")
-    assert "no keys behind a description JSON" not in refused("plan", f"{tmp_path},tp=4", "tp=2")
+    assert "nothing is downloaded" in refused(
+        "plan", "meta-llama/Llama-3.1-8B,tp=4", "tp=2"
+    )
+    assert "no keys behind a description JSON" not in refused(
+        "plan", f"{tmp_path},tp=4", "tp=2"
+    )
 
 
 def test_the_second_side_has_the_model_of_the_first_and_what_it_says_itself() -> None:
     form = "layers=8,heads=8,dim=64,window=64@0-6/2,dtype=float16"
     assert (
-        run("plan", form, "tp=2", "--json").out == run("plan", form, f"{form},tp=2", "--json").out
+        run("plan", form, "tp=2", "--json").out
+        == run("plan", form, f"{form},tp=2", "--json").out
     )
     ran = run("plan", form, "dtype=float8_e4m3,window=0", "--json")
     assert ran.code == 1
@@ -247,7 +294,9 @@ def test_every_config_of_transformers_is_read_as_vllm_reads_it_or_refused(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     pytest.importorskip("vllm.config")
     auto = pytest.importorskip("transformers.models.auto.configuration_auto")
-    convertors = pytest.importorskip("vllm.transformers_utils.model_arch_config_convertor")
+    convertors = pytest.importorskip(
+        "vllm.transformers_utils.model_arch_config_convertor"
+    )
     agreed = 0
     for name in auto.CONFIG_MAPPING_NAMES:
         if name.startswith(SERVED_ELSEWHERE):
@@ -285,7 +334,9 @@ def test_every_config_of_transformers_is_read_as_vllm_reads_it_or_refused(
                 continue
             try:
                 form = form_of(
-                    read_model_config(json.dumps({**plain, "dtype": "bfloat16"}).encode(), {})
+                    read_model_config(
+                        json.dumps({**plain, "dtype": "bfloat16"}).encode(), {}
+                    )
                 )
             except (InvalidModel, InvalidArgument):
                 continue
@@ -293,8 +344,14 @@ def test_every_config_of_transformers_is_read_as_vllm_reads_it_or_refused(
             found = form.layers + shared, form.heads or wanted[1], form.dim or form.mla
             assert found == wanted, (name, dropped)
             assert bool(form.mla) == model.is_deepseek_mla(), (name, dropped)
-            kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * form.layers
-            assert set(kinds) <= {"full_attention", "sliding_attention"}, (name, dropped)
+            kinds = (
+                getattr(text, "layer_types", None)
+                or ["sliding_attention"] * form.layers
+            )
+            assert set(kinds) <= {"full_attention", "sliding_attention"}, (
+                name,
+                dropped,
+            )
             window = getattr(text, "sliding_window", None)
             windows = [
                 layer

@@ -22,12 +22,18 @@ PAIRS = {
     "TP 8 to TP 4": (f"{LARGE},tp=8", f"{LARGE},tp=4"),
     "pipelines": (f"{LARGE},tp=2,pp=2", f"{LARGE},stages=3+5"),
     "MLA replicas": ("layers=4,mla=64,tp=8", "layers=4,mla=64,tp=2"),
-    "context parallel": ("layers=4,mla=64,tp=4,dcp=4", "layers=4,mla=64,tp=4,dcp=2,pcp=2"),
+    "context parallel": (
+        "layers=4,mla=64,tp=4,dcp=4",
+        "layers=4,mla=64,tp=4,dcp=2,pcp=2",
+    ),
     "states": (
         "layers=4,heads=4,dim=8,tp=2,state_layers=0-2,ssm=4x8,conv=x8+B4*",
         "layers=4,heads=4,dim=8,tp=4,state_layers=0-2,ssm=4x8,conv=x8+B4*,conv_layout=DS",
     ),
-    "only states": ("layers=2,state_layers=*,ssm=4x8", "layers=2,state_layers=*,ssm=4x8,tp=2"),
+    "only states": (
+        "layers=2,state_layers=*,ssm=4x8",
+        "layers=2,state_layers=*,ssm=4x8,tp=2",
+    ),
     "64 ranks": (f"{LARGE},tp=64", f"{LARGE},tp=32,pp=2"),
     "staged": (f"{LARGE},layout=NHD", f"{LARGE},block=32"),
 }
@@ -35,7 +41,9 @@ PAIRS = {
 
 def summary_of(producer: str, consumer: str) -> PlanSummary:
     there, here = read_pair(producer, consumer)
-    return summarise(here, there, plan_engine(here, there), PUBLISHED, tokens=None, link_gb_s=50.0)
+    return summarise(
+        here, there, plan_engine(here, there), PUBLISHED, tokens=None, link_gb_s=50.0
+    )
 
 
 @pytest.fixture(params=list(PAIRS.values()), ids=list(PAIRS))
@@ -48,7 +56,10 @@ def texts_of(svg: str) -> list[str]:
 
 
 def test_direct_staged_and_released_bands_differ() -> None:
-    staged, direct = draw(summary_of(*PAIRS["staged"])), draw(summary_of(*PAIRS["TP 8 to TP 4"]))
+    staged, direct = (
+        draw(summary_of(*PAIRS["staged"])),
+        draw(summary_of(*PAIRS["TP 8 to TP 4"])),
+    )
     assert "staged, then put in place" in texts_of(staged)
     assert staged.count('fill="url(#hatch)"') == 2, "the band and its key"
     assert "url(#hatch)" not in direct
@@ -57,7 +68,9 @@ def test_direct_staged_and_released_bands_differ() -> None:
     assert "release only" in texts_of(replicas)
 
 
-def test_bands_are_as_wide_as_their_bytes_and_fit_their_cards(summary: PlanSummary) -> None:
+def test_bands_are_as_wide_as_their_bytes_and_fit_their_cards(
+    summary: PlanSummary,
+) -> None:
     cards, bands = arrange(summary)
     widths = {band.width / band.num_bytes for band in bands if band.width > 1.0}
     assert max(widths, default=0) == pytest.approx(min(widths, default=0))

@@ -12,7 +12,11 @@ import rich.console
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.command import POOL_BYTES_DRAM, POOL_BYTES_VRAM, longest_staged_run
+from kvferry.cli.plan.command import (
+    POOL_BYTES_DRAM,
+    POOL_BYTES_VRAM,
+    longest_staged_run,
+)
 from kvferry.cli.plan.summary import Flow, Read, Refusal
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
@@ -35,9 +39,9 @@ def test_every_consumer_reads_its_heads_from_the_ranks_that_hold_them() -> None:
         ]
         for flow in worker.flows:
             head = flow.producer.tp
-            assert {(heads.start, heads.stop) for one in flow.reads for heads in one.heads} == {
-                (head, head + 1)
-            }
+            assert {
+                (heads.start, heads.stop) for one in flow.reads for heads in one.heads
+            } == {(head, head + 1)}
 
 
 def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
@@ -63,12 +67,20 @@ def test_without_a_staging_pool_or_with_short_direct_runs_nothing_is_staged(
 def test_the_prompt_is_as_long_as_the_smaller_cache_allows() -> None:
     assert summary_of(DENSE, f"{DENSE},tp=2").tokens == 63 * 16
     assert summary_of("layers=1,mla=8", "layers=1,mla=8").tokens == 8192
-    assert summary_of("layers=1,mla=8", "layers=1,mla=8", "--tokens", "9000").tokens == 9000
+    assert (
+        summary_of("layers=1,mla=8", "layers=1,mla=8", "--tokens", "9000").tokens
+        == 9000
+    )
     said = refused("plan", DENSE, DENSE, "--tokens", "1009")
-    assert "--tokens is 1009; expected at most 1008: the consumer's cache holds no more\n" in said
+    assert (
+        "--tokens is 1009; expected at most 1008: the consumer's cache holds no more\n"
+        in said
+    )
 
 
-def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_1() -> None:
+def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_1() -> (
+    None
+):
     arguments = [DENSE.replace("heads=4", "heads=3"), f"{DENSE},window=64"]
     table, reported = run("plan", *arguments), run("plan", *arguments, "--json")
     assert (table.code, table.err, reported.code, reported.err) == (1, "", 1, "")
@@ -88,7 +100,9 @@ def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_1()
         )
 
 
-def test_a_description_json_may_come_from_a_file_or_from_standard_input(tmp_path: Path) -> None:
+def test_a_description_json_may_come_from_a_file_or_from_standard_input(
+    tmp_path: Path,
+) -> None:
     producer, _ = read_pair(EIGHT, FOUR)
     engine_json = encode_engine_json(to_engine_json(producer))
     path = tmp_path / "a=b.json"
@@ -121,11 +135,17 @@ def test_a_short_form_beside_a_description_json_is_judged_by_its_geometry_alone(
 ) -> None:
     producer, _ = read_pair(EIGHT, FOUR)
     facts = msgspec.structs.replace(
-        producer.facts, model="m", fingerprint="weights:1", dtype="float16", speculative="eagle"
+        producer.facts,
+        model="m",
+        fingerprint="weights:1",
+        dtype="float16",
+        speculative="eagle",
     )
     path = tmp_path / "producer.json"
     path.write_bytes(
-        encode_engine_json(to_engine_json(msgspec.structs.replace(producer, facts=facts)))
+        encode_engine_json(
+            to_engine_json(msgspec.structs.replace(producer, facts=facts))
+        )
     )
     assert run("plan", str(path), FOUR).code == 0
     assert run("plan", FOUR, str(path)).code == 0
@@ -153,7 +173,9 @@ def test_the_json_has_exactly_the_fields_of_the_documentation() -> None:
             assert f"`{name}`" in section, name
 
 
-def test_a_terminal_gets_colours_and_a_pipe_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_colours_and_a_pipe_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = run("plan", EIGHT, FOUR).out
     monkeypatch.setattr(rich.console.Console, "is_terminal", True)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -167,17 +189,42 @@ def test_a_terminal_gets_colours_and_a_pipe_none(monkeypatch: pytest.MonkeyPatch
 
 FORM_OF_JSON = "layers=3,heads=4,dim=8,tp=2,blocks=8,window=40@1,state_layers=2,ssm=4x2,conv=x4+B2*"
 NUMBERS = st.sampled_from(
-    [0, 1, 2, 3, 5, 7, 15, 16, 17, 2**20, 2**31 - 1, 2**31, 2**40, 2**48 - 1, 2**62, 2**63 - 1]
+    [
+        0,
+        1,
+        2,
+        3,
+        5,
+        7,
+        15,
+        16,
+        17,
+        2**20,
+        2**31 - 1,
+        2**31,
+        2**40,
+        2**48 - 1,
+        2**62,
+        2**63 - 1,
+    ]
 )
 
 
-def fields_of(plain: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+def fields_of(
+    plain: object, path: tuple[str | int, ...] = ()
+) -> list[tuple[str | int, ...]]:
     """The paths of all numbers in plain objects."""
     if isinstance(plain, dict):
-        return [found for key, value in plain.items() for found in fields_of(value, (*path, key))]
+        return [
+            found
+            for key, value in plain.items()
+            for found in fields_of(value, (*path, key))
+        ]
     if isinstance(plain, list):
         return [
-            found for index, value in enumerate(plain) for found in fields_of(value, (*path, index))
+            found
+            for index, value in enumerate(plain)
+            for found in fields_of(value, (*path, index))
         ]
     return [path] if isinstance(plain, (int, float)) else []
 

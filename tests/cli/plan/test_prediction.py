@@ -9,7 +9,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.command import POOL_BYTES_DRAM, POOL_BYTES_VRAM, longest_staged_run
+from kvferry.cli.plan.command import (
+    POOL_BYTES_DRAM,
+    POOL_BYTES_VRAM,
+    longest_staged_run,
+)
 from kvferry.cli.plan.summary import PlanSummary, summarise
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.copies import route_copies
@@ -33,7 +37,10 @@ def summary_of(*arguments: str) -> PlanSummary:
 
 def placings(summary: PlanSummary) -> set[str]:
     return {
-        read.placing for worker in summary.workers for flow in worker.flows for read in flow.reads
+        read.placing
+        for worker in summary.workers
+        for flow in worker.flows
+        for read in flow.reads
     }
 
 
@@ -48,7 +55,11 @@ def request_for(
     """Blocks 1, 2, 3, … of a prompt, without those outside its windows."""
     lists = []
     for engine in (consumer, producer):
-        ranks = engine.workers[0].tensors[0].interleave.ranks if engine.workers[0].tensors else 1
+        ranks = (
+            engine.workers[0].tensors[0].interleave.ranks
+            if engine.workers[0].tensors
+            else 1
+        )
         of_engine = []
         for group in engine.groups:
             span = group.block_tokens * (ranks if group.policy != "state" else 1)
@@ -59,7 +70,11 @@ def request_for(
             of_engine.append([1] if group.policy == "state" else ids)
         lists.append(of_engine)
     return RequestBlocks(
-        local=lists[0], remote=lists[1], first_token=0, stop_token=tokens, num_tokens=tokens
+        local=lists[0],
+        remote=lists[1],
+        first_token=0,
+        stop_token=tokens,
+        num_tokens=tokens,
     )
 
 
@@ -67,7 +82,16 @@ def pair_of_forms(data: st.DataObject, layers: int) -> list[str]:
     """Two forms that can often be paired: the keys of the model are the same on both sides."""
     kinds = data.draw(st.sampled_from([("mla",), ("heads", "cpu")]))
     first, second = (data.draw(short_forms(layers, kinds)) for _ in range(2))
-    same = ("heads", "dim", "mla", "window", "state_layers", "ssm", "conv", "conv_width")
+    same = (
+        "heads",
+        "dim",
+        "mla",
+        "window",
+        "state_layers",
+        "ssm",
+        "conv",
+        "conv_width",
+    )
     pairs = [pair for pair in first.split(",") if pair.partition("=")[0] in same]
     other = [pair for pair in second.split(",") if pair.partition("=")[0] not in same]
     unfit: tuple[str, ...] = ()
@@ -75,7 +99,10 @@ def pair_of_forms(data: st.DataObject, layers: int) -> list[str]:
         unfit += ("conv_layout=",)
     if not any(pair.startswith("state_layers=") for pair in pairs):
         unfit += ("state_dtype=",)
-    return [first, ",".join([*pairs, *(pair for pair in other if not pair.startswith(unfit))])]
+    return [
+        first,
+        ",".join([*pairs, *(pair for pair in other if not pair.startswith(unfit))]),
+    ]
 
 
 @given(st.data())
@@ -100,16 +127,22 @@ def test_bytes_and_descriptors_are_those_of_a_request(data: st.DataObject) -> No
             direct = [one for one in copies if one.placing is Placing.DIRECT]
             event(f"{len(route.sources)} sources")
             reads = [
-                (source_table(s, 0), len(source_units(s, pairs[s.tokens]))) for s in route.sources
+                (source_table(s, 0), len(source_units(s, pairs[s.tokens])))
+                for s in route.sources
             ]
             if not any(read.conversion for read in flow.reads):
                 assert flow.bytes == sum(int(one.num_bytes.sum()) for one in copies)
-            assert sum(read.runs for read in flow.reads) == sum(len(one.src) for one in copies)
+            assert sum(read.runs for read in flow.reads) == sum(
+                len(one.src) for one in copies
+            )
             assert flow.descriptors == sum(len(one.src) for one in direct) + sum(
                 t.runs * n for t, n in reads
             )
             staged = sum(t.runs * t.run_bytes * n for t, n in reads)
-            assert flow.link_bytes == sum(int(one.num_bytes.sum()) for one in direct) + staged
+            assert (
+                flow.link_bytes
+                == sum(int(one.num_bytes.sum()) for one in direct) + staged
+            )
             assert flow.expected == route.expected
         assert worker.bytes == sum(flow.bytes for flow in worker.flows)
     assert summary.bytes == sum(worker.bytes for worker in summary.workers)
@@ -151,7 +184,9 @@ def test_only_the_consumer_pays_for_the_relayout_of_staged_bytes() -> None:
     )
     assert placings(together) == placings(apart) == {"staged"}
     for summary, relaid in ((together, 0), (apart, apart.bytes)):
-        link_s = summary.link_bytes / 50e9 + summary.descriptors * PUBLISHED.descriptor_s
+        link_s = (
+            summary.link_bytes / 50e9 + summary.descriptors * PUBLISHED.descriptor_s
+        )
         assert summary.predicted_ms == pytest.approx(
             (link_s + PUBLISHED.relayout_s(relaid)) * 1000, abs=0.0006
         )
@@ -177,7 +212,10 @@ def test_on_one_host_nothing_goes_over_a_link_whatever_the_layouts() -> None:
 
 
 def test_on_one_host_caches_of_two_dtypes_need_no_pool() -> None:
-    pair = ("layers=2,heads=4,dim=16,dtype=bfloat16", "layers=2,heads=4,dim=16,dtype=float16")
+    pair = (
+        "layers=2,heads=4,dim=16,dtype=bfloat16",
+        "layers=2,heads=4,dim=16,dtype=float16",
+    )
     no_pool = ("--staging-pool-bytes", "0")
     assert run("plan", *pair, *no_pool).code != 0
     assert placings(summary_of(*pair, *no_pool, "--same-host")) == {"mapped"}

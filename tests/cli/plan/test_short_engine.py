@@ -41,10 +41,12 @@ def tensor(
 def byte_addresses(one: PagedTensor) -> Ints:
     """Addresses of all bytes: int64, [blocks, heads, tiles, bytes]."""
     block, tile = (axis.ravel() for axis in np.indices((one.blocks, one.tiles)))
-    found = geometry.byte_addresses(one, geometry.Cells(block, tile, tokens=tile[:, None]))
-    return found.reshape(one.blocks, one.tiles, len(one.heads), one.cell_bytes).transpose(
-        0, 2, 1, 3
+    found = geometry.byte_addresses(
+        one, geometry.Cells(block, tile, tokens=tile[:, None])
     )
+    return found.reshape(
+        one.blocks, one.tiles, len(one.heads), one.cell_bytes
+    ).transpose(0, 2, 1, 3)
 
 
 @given(short_forms())
@@ -57,7 +59,8 @@ def test_every_drawn_form_is_a_valid_description_whose_bytes_fill_one_allocation
     assert decode_engine_json(encode_engine_json(engine_json)) == engine_json
     for worker in engine_json.workers:
         addresses = np.concatenate(
-            [byte_addresses(one).ravel() for one in worker.tensors] or [np.empty(0, np.int64)]
+            [byte_addresses(one).ravel() for one in worker.tensors]
+            or [np.empty(0, np.int64)]
         )
         assert np.array_equal(np.sort(addresses), np.arange(len(addresses)))
 
@@ -70,14 +73,19 @@ def test_every_head_of_every_layer_is_held_for_every_token_by_each_group_of_rank
     form, engine_json = read_form(text), engine(text)
     held: dict[tuple[str, str], Counter[tuple[int, int]]] = {}
     for worker, one in pairs_of(engine_json):
-        assert one.interleave.rank == (worker.place.dcp if one.interleave.ranks > 1 else 0)
+        assert one.interleave.rank == (
+            worker.place.dcp if one.interleave.ranks > 1 else 0
+        )
         for head in range(one.heads.start, one.heads.stop):
             held.setdefault(one.name, Counter())[head, one.interleave.rank] += 1
     for (name, kind), cells in held.items():
         is_state = kind == "ssm" or kind.startswith("conv")
         ranks = 1 if is_state else form.dcp
         heads = max(head for head, _ in cells) + 1
-        assert set(cells) == set(itertools.product(range(heads), range(ranks))), (name, kind)
+        assert set(cells) == set(itertools.product(range(heads), range(ranks))), (
+            name,
+            kind,
+        )
     for layer in form.full_layers:
         kind = "mla" if form.mla else "k"
         cells = held[f"model.layers.{layer}.self_attn.attn", kind]
@@ -94,12 +102,19 @@ def test_a_layouts_name_is_the_order_of_its_axes(layout: str, kv: str) -> None:
     """The oracle is numpy: an array with the axes in the name's order and consecutive values."""
     sizes = {"L": 3, "B": 4, "H": 2, "N": 5, "C": 8 * 2 * (2 if kv == "packed" else 1)}
     order = LAYOUTS[layout]
-    whole = np.arange(np.prod(list(sizes.values()))).reshape([sizes[axis] for axis in order])
+    whole = np.arange(np.prod(list(sizes.values()))).reshape(
+        [sizes[axis] for axis in order]
+    )
     cells = np.transpose(whole, [order.index(axis) for axis in "LBHNC"])
-    (worker,) = engine(f"layers=3,heads=2,dim=8,block=5,blocks=4,layout={layout},kv={kv}").workers
+    (worker,) = engine(
+        f"layers=3,heads=2,dim=8,block=5,blocks=4,layout={layout},kv={kv}"
+    ).workers
     for layer in range(3):
         name = f"model.layers.{layer}.self_attn.attn"
-        k, v = byte_addresses(tensor(worker, "k", name)), byte_addresses(tensor(worker, "v", name))
+        k, v = (
+            byte_addresses(tensor(worker, "k", name)),
+            byte_addresses(tensor(worker, "v", name)),
+        )
         if kv == "packed":
             assert np.array_equal(np.concatenate([k, v], axis=3), cells[layer])
         else:
@@ -108,18 +123,29 @@ def test_a_layouts_name_is_the_order_of_its_axes(layout: str, kv: str) -> None:
 
 
 def test_on_the_cpu_k_lies_by_elements_and_v_by_tokens() -> None:
-    (worker,) = engine("layers=1,heads=2,dim=3,block=4,blocks=2,layout=CPU,dtype=bfloat16").workers
-    cells = np.arange(2 * 2 * 2 * 3 * 4 * 2).reshape(2, 2, 2, 24)  # block, head, K or V, bytes
+    (worker,) = engine(
+        "layers=1,heads=2,dim=3,block=4,blocks=2,layout=CPU,dtype=bfloat16"
+    ).workers
+    cells = np.arange(2 * 2 * 2 * 3 * 4 * 2).reshape(
+        2, 2, 2, 24
+    )  # block, head, K or V, bytes
     k = (
-        cells[:, :, 0].reshape(2, 2, 3, 4, 2).transpose(0, 1, 3, 2, 4).reshape(2, 2, 4, 6)
+        cells[:, :, 0]
+        .reshape(2, 2, 3, 4, 2)
+        .transpose(0, 1, 3, 2, 4)
+        .reshape(2, 2, 4, 6)
     )  # [dim, tokens] elements
     assert np.array_equal(byte_addresses(tensor(worker, "k")), k)
-    assert np.array_equal(byte_addresses(tensor(worker, "v")), cells[:, :, 1].reshape(2, 2, 4, 6))
+    assert np.array_equal(
+        byte_addresses(tensor(worker, "v")), cells[:, :, 1].reshape(2, 2, 4, 6)
+    )
     assert worker.memory == "DRAM"
 
 
 @pytest.mark.parametrize("layout", ["SD", "DS"])
-def test_a_convolution_state_has_its_channels_innermost_or_outermost(layout: str) -> None:
+def test_a_convolution_state_has_its_channels_innermost_or_outermost(
+    layout: str,
+) -> None:
     text = f"layers=1,state_layers=0,conv=x4+B2*,conv_width=3,conv_layout={layout},tp=2,blocks=2,dtype=float32"
     engine_json = engine(text)
     page = np.arange(2 * 4 * 3 * 4).reshape(
@@ -141,10 +167,17 @@ def test_a_convolution_state_has_its_channels_innermost_or_outermost(layout: str
         )
 
 
-def test_context_parallel_ranks_span_the_prefill_ranks_before_the_tensor_parallel_ones() -> None:
+def test_context_parallel_ranks_span_the_prefill_ranks_before_the_tensor_parallel_ones() -> (
+    None
+):
     engine_json = engine("layers=1,heads=2,dim=8,tp=2,pcp=2,dcp=2")
     found = [
-        (worker.place.pcp, worker.place.tp, worker.place.dcp, tensor(worker, "k").heads.start)
+        (
+            worker.place.pcp,
+            worker.place.tp,
+            worker.place.dcp,
+            tensor(worker, "k").heads.start,
+        )
         for worker in engine_json.workers
     ]
     assert found == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
@@ -160,8 +193,12 @@ TOO_LARGE = {
 }
 
 
-@pytest.mark.parametrize(("text", "field"), TOO_LARGE.items(), ids=range(len(TOO_LARGE)))
-def test_an_engine_that_is_too_large_to_describe_is_refused_by_name(text: str, field: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "field"), TOO_LARGE.items(), ids=range(len(TOO_LARGE))
+)
+def test_an_engine_that_is_too_large_to_describe_is_refused_by_name(
+    text: str, field: str
+) -> None:
     with pytest.raises(InvalidArgument) as refused:
         engine(text)
     assert refused.value.field == field

@@ -20,7 +20,9 @@ ATTENTION = "layers=32,heads=8,dim=128"
 
 
 def test_the_example_of_the_documentation_is_read_as_it_says() -> None:
-    form = read_form("layers=32,heads=8,dim=128,tp=4,pp=2,block=16,layout=NHD,dtype=bfloat16")
+    form = read_form(
+        "layers=32,heads=8,dim=128,tp=4,pp=2,block=16,layout=NHD,dtype=bfloat16"
+    )
     assert form == ShortForm(
         layers=32,
         heads=8,
@@ -42,7 +44,9 @@ def test_the_split_is_vllms_own() -> None:
     for layers in range(1, 40):
         for pp in range(1, layers + 1):
             spans = [utils.get_pp_indices(layers, rank, pp) for rank in range(pp)]
-            assert even_stages(layers, pp) == tuple(stop - start for start, stop in spans), (
+            assert even_stages(layers, pp) == tuple(
+                stop - start for start, stop in spans
+            ), (
                 layers,
                 pp,
             )
@@ -73,7 +77,11 @@ def test_states_have_heads_with_a_shape_and_named_channels() -> None:
     )
     assert form.ssm == (24, 64, 128)
     assert form.conv == (ConvPart("x", 1536, False), ConvPart("B", 128, True))
-    assert (form.state_layers, form.full_layers, form.state_dtype) == ((0, 2), (1,), "float32")
+    assert (form.state_layers, form.full_layers, form.state_dtype) == (
+        (0, 2),
+        (1,),
+        "float32",
+    )
 
 
 WRONG = {
@@ -151,7 +159,12 @@ PIECES = [
 ]
 
 
-@given(st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PIECES), max_size=24).map("".join)))
+@given(
+    st.one_of(
+        st.text(max_size=60),
+        st.lists(st.sampled_from(PIECES), max_size=24).map("".join),
+    )
+)
 def test_no_text_raises_any_other_error(text: str) -> None:
     try:
         form = read_form(text)
@@ -162,7 +175,13 @@ def test_no_text_raises_any_other_error(text: str) -> None:
 
 @given(st.sampled_from(sorted(KEYS)), st.text(max_size=30))
 def test_no_value_of_any_key_raises_any_other_error(key: str, value: str) -> None:
-    others = {"layers": "4", "heads": "2", "dim": "8", "state_layers": "0", "conv": "x2"}
+    others = {
+        "layers": "4",
+        "heads": "2",
+        "dim": "8",
+        "state_layers": "0",
+        "conv": "x2",
+    }
     others[key] = value
     try:
         read_form(",".join(f"{name}={text}" for name, text in others.items()))

@@ -28,7 +28,11 @@ def numbers_of(text: str) -> list[int]:
     for part in text.split(", "):
         matched = re.fullmatch(r"(\d+)(?:…(\d+)(?: by (\d+))?)?", part)
         assert matched, text
-        first, last, step = int(matched[1]), int(matched[2] or matched[1]), int(matched[3] or 1)
+        first, last, step = (
+            int(matched[1]),
+            int(matched[2] or matched[1]),
+            int(matched[3] or 1),
+        )
         found += range(first, last + 1, step)
     return found
 
@@ -41,7 +45,8 @@ def test_every_set_of_numbers_can_be_read_back_or_is_counted() -> None:
             if " of " in text:
                 assert text == f"{size} of {numbers[0]}…{numbers[-1]}"
                 assert not any(
-                    numbers == tuple(range(numbers[0], numbers[-1] + 1, step)) for step in (1, 2, 3)
+                    numbers == tuple(range(numbers[0], numbers[-1] + 1, step))
+                    for step in (1, 2, 3)
                 )
             else:
                 assert tuple(numbers_of(text)) == numbers
@@ -52,7 +57,9 @@ def test_every_set_of_numbers_can_be_read_back_or_is_counted() -> None:
 def test_folded_rows_expanded_are_the_rows(data: st.DataObject) -> None:
     form = data.draw(short_forms(layers=4, kinds=("heads",)))
     ranks = ("tp", "dcp", "pcp", "interleave")
-    stripped = ",".join(pair for pair in form.split(",") if pair.split("=")[0] not in ranks)
+    stripped = ",".join(
+        pair for pair in form.split(",") if pair.split("=")[0] not in ranks
+    )
     sizes = [f"{stripped},tp={data.draw(st.integers(1, 12))}" for _ in range(2)]
     summary = summary_of(*sizes)
     folded = fold(summary.workers, {})
@@ -64,13 +71,18 @@ def test_folded_rows_expanded_are_the_rows(data: st.DataObject) -> None:
             if not flow.reads:
                 wanted.append((reader.place, flow.producer, ()))
     assert sorted(map(str, pairs_that_meet(pairs))) == sorted(map(str, wanted))
-    assert sum(kind.num_bytes * len(alike) for kind, alike in folded.items()) == summary.bytes
+    assert (
+        sum(kind.num_bytes * len(alike) for kind, alike in folded.items())
+        == summary.bytes
+    )
     for kind, alike in folded.items():
         consumers, producers, count, *cells = cells_of(kind, alike, ())
         assert int(count) == len(alike)
         assert cells[-1] == kind.placed
         assert consumers == format_places(pair.consumer for pair in alike)
-        assert producers == format_places(pair.producer for pair in alike if pair.producer)
+        assert producers == format_places(
+            pair.producer for pair in alike if pair.producer
+        )
 
 
 def test_staged_reads_of_a_pair_share_their_descriptors() -> None:
@@ -151,4 +163,6 @@ def places_in(lines: Iterable[str]) -> set[Place]:
 
 def range_of(text: str, step: str = "") -> range:
     first, _, last = text.partition("…")
-    return range(int(first), int(last or first) + 1, int(step.removeprefix(" by ") or 1))
+    return range(
+        int(first), int(last or first) + 1, int(step.removeprefix(" by ") or 1)
+    )

@@ -43,10 +43,16 @@ def samples() -> dict[str, Sample]:
     for counter in COUNTERS.values():
         labels = {counter.label: counter.values} if counter.label else {}
         found[f"vllm:{counter.exported}_total"] = Sample("counter", labels)
-    found.update({f"vllm:{gauge.exported}": Sample("gauge", {}) for gauge in GAUGES.values()})
+    found.update(
+        {f"vllm:{gauge.exported}": Sample("gauge", {}) for gauge in GAUGES.values()}
+    )
     for shape in HISTOGRAMS.values():
         for suffix in ("bucket", "sum", "count"):
-            labels = {"le": tuple(map(str, (*shape.buckets, "+Inf")))} if suffix == "bucket" else {}
+            labels = (
+                {"le": tuple(map(str, (*shape.buckets, "+Inf")))}
+                if suffix == "bucket"
+                else {}
+            )
             found[f"vllm:{shape.exported}_{suffix}"] = Sample(suffix, labels)
     return found
 
@@ -67,7 +73,8 @@ class Asked:
 def asked(query: str) -> list[Asked]:
     """All metrics of a query."""
     return [
-        Asked(name, dict(_MATCHER.findall(matchers))) for name, matchers in _METRIC.findall(query)
+        Asked(name, dict(_MATCHER.findall(matchers)))
+        for name, matchers in _METRIC.findall(query)
     ]
 
 
@@ -82,16 +89,22 @@ def complaints(query: str) -> list[str]:
         for label, values in sample.labels.items():
             named = one.matchers.get(label, "").split("|")
             wrong += [
-                f"{one.name} has no {label}={part}" for part in named if part and part not in values
+                f"{one.name} has no {label}={part}"
+                for part in named
+                if part and part not in values
             ]
         known = {*sample.labels, "job", "instance", "engine"}
-        wrong += [f"{one.name} has no label {label}" for label in {*one.matchers} - known]
+        wrong += [
+            f"{one.name} has no label {label}" for label in {*one.matchers} - known
+        ]
     return wrong
 
 
 def tool(name: str) -> str:
     """The path of a program of Prometheus, installed or beside Python (scripts/fetch_prometheus.sh), or a skip."""
-    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    found = shutil.which(name) or shutil.which(
+        name, path=str(Path(sys.executable).parent)
+    )
     if found is None:
         pytest.skip(
             f"NOT TESTED: {name} is not here (scripts/fetch_prometheus.sh); queries were only parsed"
@@ -103,7 +116,10 @@ def panels() -> list[dict[str, Any]]:
     """Every panel of the dashboard, in its order; those of a folded row are in the row."""
     rows = json.loads(DASHBOARD.read_text())["panels"]
     return [
-        panel for row in rows for panel in (row, *row.get("panels", ())) if panel["type"] != "row"
+        panel
+        for row in rows
+        for panel in (row, *row.get("panels", ()))
+        if panel["type"] != "row"
     ]
 
 

@@ -16,6 +16,8 @@ def dead_links(urls: Sequence[str]) -> list[str]:
     for url in urls:
         page, _, anchor = url.removeprefix(BASE).partition("#")
         known = url.startswith(BASE) and (ROOT / page).is_file()
-        if not known or (anchor and anchor not in anchors_on_a_git_host((ROOT / page).read_text())):
+        if not known or (
+            anchor and anchor not in anchors_on_a_git_host((ROOT / page).read_text())
+        ):
             dead.append(url)
     return dead

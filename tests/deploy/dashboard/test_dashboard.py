@@ -32,8 +32,12 @@ def test_every_query_asks_for_metrics_and_labels_that_exist() -> None:
 
 def test_every_metric_of_kvferry_is_shown_somewhere() -> None:
     shown = {one.name for _, query, _ in QUERIES for one in asked(query)}
-    stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in samples()} - set(OF_VLLM)
-    assert stems - {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown} == set()
+    stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in samples()} - set(
+        OF_VLLM
+    )
+    assert (
+        stems - {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown} == set()
+    )
 
 
 def test_what_is_asked_of_vllm_is_there() -> None:
@@ -44,16 +48,28 @@ def test_what_is_asked_of_vllm_is_there() -> None:
 def test_every_query_is_of_the_chosen_engines_only() -> None:
     for title, query, _ in QUERIES:
         for one in asked(query):
-            chosen = {label: one.matchers.get(label) for label in ("job", "instance", "engine")}
-            assert chosen == {"job": "$job", "instance": "$instance", "engine": "$engine"}, title
+            chosen = {
+                label: one.matchers.get(label)
+                for label in ("job", "instance", "engine")
+            }
+            assert chosen == {
+                "job": "$job",
+                "instance": "$instance",
+                "engine": "$engine",
+            }, title
 
 
 def test_links_lead_to_headings_of_the_documentation() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
-    assert {link["title"] for link in dashboard["links"]} >= {"What to do", "Metrics", "Streaming"}
+    assert {link["title"] for link in dashboard["links"]} >= {
+        "What to do",
+        "Metrics",
+        "Streaming",
+    }
     assert dead_links([link["url"] for link in dashboard["links"]]) == []
     linked = {
-        panel["title"]: [link["url"] for link in panel.get("links", ())] for panel in panels()
+        panel["title"]: [link["url"] for link in panel.get("links", ())]
+        for panel in panels()
     }
     assert sum(map(bool, linked.values())) > 30
     assert dead_links([url for urls in linked.values() for url in urls]) == []
@@ -67,6 +83,9 @@ def test_prometheus_can_read_every_query(tmp_path: Path) -> None:
     file = tmp_path / "rules.json"  # which is YAML
     file.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
     done = subprocess.run(
-        [tool("promtool"), "check", "rules", file], capture_output=True, text=True, check=False
+        [tool("promtool"), "check", "rules", file],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -23,14 +23,17 @@ def log_lines(text: str) -> list[str]:
     found = []
     for part in re.split(r"\n(?=- \*\*|#|\n)", text):
         if "| reason | line |" in part:
-            lines = [row.split("|")[2] for row in part.splitlines() if row.startswith("| `")]
+            lines = [
+                row.split("|")[2] for row in part.splitlines() if row.startswith("| `")
+            ]
             found += [span for line in lines for span in re.findall(r"`([^`]+)`", line)]
         spans = [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", part)]
         is_log = part.startswith("- **Log:**")
         found += [
             span
             for span in spans
-            if ("…" in span and span != "…") or (is_log and " " in span and not LABEL.search(span))
+            if ("…" in span and span != "…")
+            or (is_log and " " in span and not LABEL.search(span))
         ]
     return found
 
@@ -45,7 +48,9 @@ def pieces_of(template: str) -> list[str | None]:
 
 def filled(template: str) -> str:
     """A regular expression for what becomes of such a line."""
-    return "".join(".*" if text is None else re.escape(text) for text in pieces_of(template))
+    return "".join(
+        ".*" if text is None else re.escape(text) for text in pieces_of(template)
+    )
 
 
 def warning_lines() -> dict[str, str]:
@@ -60,7 +65,9 @@ def warning_lines() -> dict[str, str]:
                     and node.func.attr in WARNINGS
                     and ast.unparse(node.func.value) == "logger"
                 ):
-                    assert isinstance(node.args[0], ast.Constant), f"{file.name}:{node.lineno}"
+                    assert isinstance(node.args[0], ast.Constant), (
+                        f"{file.name}:{node.lineno}"
+                    )
                     found[str(node.args[0].value)] = f"{file.name}:{node.lineno}"
     return found
 
@@ -79,7 +86,9 @@ def unknown_metrics(text: str) -> list[str]:
         for value in values
     }
     return wrong + [
-        f'{label}="{value}"' for label, value in LABEL.findall(text) if (label, value) not in every
+        f'{label}="{value}"'
+        for label, value in LABEL.findall(text)
+        if (label, value) not in every
     ]
 
 
@@ -103,9 +112,11 @@ def test_every_warning_of_the_source_is_on_the_page() -> None:
 def test_every_reason_and_every_counter_of_trouble_is_on_the_page() -> None:
     for name in ("local_recomputes", "failed_loads", "side_channel_refusals"):
         reasons = samples()[f"vllm:kvferry_{name}_total"].labels["reason"]
-        assert [reason for reason in reasons if f'{{reason="{reason}"}}' not in TEXT] == []
+        assert [
+            reason for reason in reasons if f'{{reason="{reason}"}}' not in TEXT
+        ] == []
     fine = re.compile(r"turn_loads|planned_bytes|post_time|bytes_transferred")
     stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in samples()}
-    assert [stem for stem in sorted(stems) if stem not in TEXT and not fine.search(stem)] == [
-        "vllm:request_success_total"
-    ]
+    assert [
+        stem for stem in sorted(stems) if stem not in TEXT and not fine.search(stem)
+    ] == ["vllm:request_success_total"]

@@ -42,7 +42,9 @@ def settings(backend: str, overrides: dict[str, int], description: Path) -> Sett
 def test_probe_recognises(backend: str, logs: Path) -> None:
     model, overrides, kinds = FOUND[backend]
     description = logs / f"{backend}.json"
-    spec = settings(backend, overrides, description).spec(f"probe-{backend}", model, "kv_both")
+    spec = settings(backend, overrides, description).spec(
+        f"probe-{backend}", model, "kv_both"
+    )
     with ForkedEngine(spec, logs) as engine:
         assert f"AttentionBackendEnum.{backend} backend" in engine.log_path.read_text()
     (worker,) = json.loads(description.read_text())["workers"]
@@ -58,7 +60,9 @@ def test_backend_does_not_start(backend: str, logs: Path) -> None:
         f"probe-{backend}", model, "kv_both"
     )
     with (
-        pytest.raises(EngineFailed, match="ModuleNotFoundError: No module named 'flashinfer'"),
+        pytest.raises(
+            EngineFailed, match="ModuleNotFoundError: No module named 'flashinfer'"
+        ),
         ForkedEngine(spec, logs),
     ):
         pass
@@ -67,7 +71,11 @@ def test_backend_does_not_start(backend: str, logs: Path) -> None:
 def test_no_backend_is_left_out() -> None:
     """Those that the GPU check tries."""
     said = subprocess.run(
-        [sys.executable, "-c", LIST], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", LIST],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     names = ast.literal_eval(said.stdout.splitlines()[-1])
     assert set(names) == {*FOUND, *NOT_INSTALLED}

@@ -23,7 +23,9 @@ def trio(logs: Path, request: pytest.FixtureRequest) -> Any:
     """A pair of unequal blocks, which needs the relayout. It hands over well before the fault."""
     with ExitStack() as running:
         name = request.node.name.replace("_", "-")
-        trio = Trio.start(running, logs, name, MODEL, Settings(), Settings(block_size=64))
+        trio = Trio.start(
+            running, logs, name, MODEL, Settings(), Settings(block_size=64)
+        )
         assert trio.worst_difference((len(PROMPT),), TOKENS) < NOISE
         yield trio
 

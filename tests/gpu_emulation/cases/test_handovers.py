@@ -42,7 +42,10 @@ def test_unequal_caches(
         name = f"{producer.block_size}{producer.layout}-{consumer.block_size}{consumer.layout}"
         trio = Trio.start(running, logs, name, "small-llama-4", producer, consumer)
         assert differs(trio.worst_difference((17, 70))) < NOISE
-        for engine, layout in ((trio.producer, producer.layout), (trio.consumer, consumer.layout)):
+        for engine, layout in (
+            (trio.producer, producer.layout),
+            (trio.consumer, consumer.layout),
+        ):
             log = engine.log_path.read_text()
             assert not layout or {"NHD": "LBNHC", "HND": "LBHNC"}[layout] in log
 

@@ -21,7 +21,9 @@ def test_both_legs_at_once(logs: Path, differs: Differs) -> None:
         in_parts = Settings(engine_args={"max_num_batched_tokens": 32})
         trio = Trio.start(running, logs, "legs", MODEL, in_parts)
         expected = trio.alone.answer(prompt)
-        answer, counted = hand_over_at_once(trio.producer, trio.consumer, prompt, "both-legs")
+        answer, counted = hand_over_at_once(
+            trio.producer, trio.consumer, prompt, "both-legs"
+        )
         assert differs(difference(answer, expected)) < NOISE
         assert counted.by_label("vllm:kvferry_local_recomputes_total", "reason") == {}
         assert counted.total("vllm:kvferry_early_bytes_total") > 0
@@ -72,7 +74,9 @@ def test_abort(logs: Path, differs: Differs) -> None:
             name = trio.consumer.begin(prompt, trio.producer.prefill(prompt), 100)
             trio.consumer.abort(name)
         wait_until(
-            lambda: [each.free_blocks() for each in (trio.producer, trio.consumer)] == free,
+            lambda: (
+                [each.free_blocks() for each in (trio.producer, trio.consumer)] == free
+            ),
             "all blocks are free",
             timeout_s=60,
         )

@@ -45,14 +45,22 @@ _libraries: dict[str, Any] = {}
 def install(_module: ModuleType) -> None:
     """Replace all kernels that are registered for CUDA, and what replays them."""
     graphs.install()
-    warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
+    warnings.filterwarnings(
+        "ignore", message=".*Overriding a previously registered kernel.*"
+    )
     registered = set(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"))
     for name in sorted(registered | _BY_OTHER_WAYS):
         namespace, _, operator = name.partition("::")
         packet, _, overload = operator.partition(".")
-        if namespace != "aten" or packet in _AS_THEY_ARE or packet.startswith("_sparse"):
+        if (
+            namespace != "aten"
+            or packet in _AS_THEY_ARE
+            or packet.startswith("_sparse")
+        ):
             continue
-        found = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        found = getattr(
+            getattr(torch.ops.aten, packet, None), overload or "default", None
+        )
         if found is not None:
             register("aten", operator, found)
 
@@ -81,11 +89,16 @@ class _Launch:
     """An operator with the arguments that it was called with."""
 
     def __init__(
-        self, operator: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        operator: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         self._operator = operator
         self._args = args
-        self._kwargs = {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
+        self._kwargs = (
+            {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
+        )
         self._given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By the id of a CPU tensor that the operator is given: that tensor, and whose memory it has."""
 
@@ -139,7 +152,9 @@ def cpu_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_the_device(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
+    made = torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda"
+    )
     _copy(made, tensor)
     return made
 
@@ -148,5 +163,8 @@ def _copy(there: torch.Tensor, here: torch.Tensor) -> None:
     """The bytes of a tensor into another of the same size and strides."""
     if not here.numel():
         return
-    last = sum((size - 1) * stride for size, stride in zip(here.size(), here.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride
+        for size, stride in zip(here.size(), here.stride(), strict=True)
+    )
     ctypes.memmove(there.data_ptr(), here.data_ptr(), (last + 1) * here.element_size())

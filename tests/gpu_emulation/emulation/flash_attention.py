@@ -45,25 +45,35 @@ def _forward(
     for number, (start, end) in enumerate(_spans(query_starts)):
         if block_table is None:
             if key_starts is None:
-                raise NotImplementedError("of FlashAttention 3: keys without a table or starts")
+                raise NotImplementedError(
+                    "of FlashAttention 3: keys without a table or starts"
+                )
             first, last = _spans(key_starts)[number]
             keys = key[first:last]
             values = value[first:last]
         else:
             if key_lengths is None:
-                raise NotImplementedError("of FlashAttention 3: a table without lengths")
+                raise NotImplementedError(
+                    "of FlashAttention 3: a table without lengths"
+                )
             blocks = block_table[number].long().clamp(0, key.shape[0] - 1)
             length = int(key_lengths[number])
             keys = key[blocks].flatten(0, 1)[:length]
             values = value[blocks].flatten(0, 1)[:length]
         mask = _mask(end - start, len(keys), causal=causal, left=left, right=right)
-        out[start:end], sums[:, start:end] = _attention(query[start:end], keys, values, scale, mask)
+        out[start:end], sums[:, start:end] = _attention(
+            query[start:end], keys, values, scale, mask
+        )
     empty = torch.empty(0)
     return [out, sums, empty, empty]
 
 
 def _attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, mask: torch.Tensor
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one sequence; several heads of the query share one of the keys."""
     shared = query.shape[1] // keys.shape[1]
@@ -76,7 +86,9 @@ def _attention(
     return torch.einsum("hqk,khd->qhd", weights, wide_values).to(query.dtype), sums
 
 
-def _mask(queries: int, keys: int, *, causal: bool, left: int, right: int) -> torch.Tensor:
+def _mask(
+    queries: int, keys: int, *, causal: bool, left: int, right: int
+) -> torch.Tensor:
     """Which keys each query sees; both end at the same token. A side of -1 has no bound."""
     distance = torch.arange(keys) - (torch.arange(queries)[:, None] + keys - queries)
     seen = torch.ones(queries, keys, dtype=torch.bool)

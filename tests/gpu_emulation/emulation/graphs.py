@@ -30,7 +30,8 @@ def note(launch: Launch) -> None:
 def install() -> None:
     """Change torch's graphs."""
     begin, end, replay = (
-        getattr(torch.cuda.CUDAGraph, name) for name in ("capture_begin", "capture_end", "replay")
+        getattr(torch.cuda.CUDAGraph, name)
+        for name in ("capture_begin", "capture_end", "replay")
     )
 
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:

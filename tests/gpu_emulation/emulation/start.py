@@ -66,7 +66,9 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._own.exec_module(module)
-        importlib.import_module(f"tests.gpu_emulation.emulation.{self._change}").install(module)
+        importlib.import_module(
+            f"tests.gpu_emulation.emulation.{self._change}"
+        ).install(module)
 
 
 def note_launches() -> None:

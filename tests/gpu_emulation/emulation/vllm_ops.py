@@ -21,14 +21,20 @@ def install(_module: ModuleType) -> None:
 
 
 def _rms_norm(
-    result: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor | None, epsilon: float
+    result: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
 ) -> None:
     normed = _normed(hidden.float(), epsilon).to(hidden.dtype)
     result.copy_(normed if weight is None else normed * weight)
 
 
 def _fused_add_rms_norm(
-    hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float
+    hidden: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
 ) -> None:
     total = hidden.float() + residual.float()
     residual.copy_(total)
@@ -62,14 +68,18 @@ def _rotary_embedding(
 ) -> None:
     if rope_dim_offset or inverse:
         raise NotImplementedError("of rotary_embedding: rope_dim_offset, inverse")
-    cos, sin = (part[:, None] for part in table[positions.flatten()].float().chunk(2, -1))
+    cos, sin = (
+        part[:, None] for part in table[positions.flatten()].float().chunk(2, -1)
+    )
     size = 2 * cos.shape[-1]
     for states in (query, key):
         if states is None:
             continue
         turned = states.view(positions.numel(), -1, head_size)[..., :size]
         # Pairs are (i, i + half) in NeoX's style, (2i, 2i + 1) in GPT-J's.
-        first, second = turned.chunk(2, -1) if is_neox else (turned[..., ::2], turned[..., 1::2])
+        first, second = (
+            turned.chunk(2, -1) if is_neox else (turned[..., ::2], turned[..., 1::2])
+        )
         one, other = first.float().clone(), second.float().clone()
         first.copy_(one * cos - other * sin)
         second.copy_(other * cos + one * sin)
@@ -91,7 +101,9 @@ def _reshape_and_cache_flash(
     for states, cache in ((key, key_cache), (value, value_cache)):
         for token, slot in enumerate(slots.tolist()):
             if slot >= 0:
-                cache[slot // block_size, slot % block_size] = states[token].to(cache.dtype)
+                cache[slot // block_size, slot % block_size] = states[token].to(
+                    cache.dtype
+                )
 
 
 def _concat_and_cache_mla(
@@ -142,7 +154,9 @@ def _moe_align_block_size(
 ) -> None:
     """The rows of each expert in blocks of its own, the last of which is filled with a number that is no row."""
     if expert_map is not None or scatter is not None:
-        raise NotImplementedError("of moe_align_block_size: a map of experts, scatter_idx")
+        raise NotImplementedError(
+            "of moe_align_block_size: a map of experts, scatter_idx"
+        )
     flat = experts.flatten()
     sorted_rows.fill_(flat.numel())
     block_experts.zero_()

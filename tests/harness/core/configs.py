@@ -76,7 +76,12 @@ def tokens(count: int, seed: int = 1) -> list[int]:
 
 
 def kv_cache_config(
-    num_blocks: int, *, tp: int = 1, window: int = 0, stages: Sequence[int] = (0,), states: int = 0
+    num_blocks: int,
+    *,
+    tp: int = 1,
+    window: int = 0,
+    stages: Sequence[int] = (0,),
+    states: int = 0,
 ) -> Any:
     """`num_blocks` blocks of `BLOCK_TOKENS` tokens, layer outermost, on one of `tp` workers.
 
@@ -94,7 +99,9 @@ def kv_cache_config(
     groups = [KVCacheGroupSpec([layer_of(stage) for stage in stages], full)]
     if window:
         groups.append(
-            KVCacheGroupSpec([WINDOW_LAYER], SlidingWindowSpec(**shape, sliding_window=window))
+            KVCacheGroupSpec(
+                [WINDOW_LAYER], SlidingWindowSpec(**shape, sliding_window=window)
+            )
         )
     for index in range(states):
         shapes = ((full.page_size_bytes // torch.float32.itemsize,),)
@@ -173,7 +180,9 @@ def vllm_config(
     config.cache_config.kv_cache_layout = "LBHNC"  # as the engine core resolves it
     if states:
         config.cache_config.mamba_cache_mode = "align"
-    config.parallel_config.pipeline_parallel_size = pp  # not before: the model has one layer only
+    config.parallel_config.pipeline_parallel_size = (
+        pp  # not before: the model has one layer only
+    )
     config.parallel_config.world_size = tp * pp
     config.scheduler_config.async_scheduling = (
         overlap  # the CPU platform switches it off while it validates

@@ -19,7 +19,9 @@ def check_scheduler_side(side: SchedulerSide) -> None:
     unfinished = {entry.request_id for entry in side.requests}
     running = side.leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING)
     leased = {lease.request_id for lease in running}
-    remote = set(side.loads.requests(*set(RemotePromptState) - {RemotePromptState.ABORTED}))
+    remote = set(
+        side.loads.requests(*set(RemotePromptState) - {RemotePromptState.ABORTED})
+    )
     aborted = set(side.loads.requests(RemotePromptState.ABORTED))
     # A lease that is held and a load that was aborted outlive their request; all others end with it.
     if not leased | remote <= unfinished or aborted & unfinished:

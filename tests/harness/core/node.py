@@ -20,7 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -29,7 +32,12 @@ from kvferry.connector import FerryConnector
 from kvferry.protocol.geometry import Place
 from kvferry.worker.worker import FerryWorker
 from tests.harness.cache_engine import wait_until_idle
-from tests.harness.core.configs import BLOCK_TOKENS, WINDOW_LAYER, kv_cache_config, layer_of
+from tests.harness.core.configs import (
+    BLOCK_TOKENS,
+    WINDOW_LAYER,
+    kv_cache_config,
+    layer_of,
+)
 from tests.harness.core.integrity import check_scheduler_side
 from tests.harness.core.runners import FirstRunner, SecondRunner, connected, no_forward
 from tests.harness.core.scheduler import Answer, Scheduled, SchedulerEngine
@@ -110,7 +118,9 @@ def until(nodes: Sequence[Node], over: Callable[[], bool]) -> None:
         step_until(over, "it is over", *nodes, timeout_s=_TIMEOUT_S)
     except AssertionError as error:
         engines = [node.engine for node in nodes]
-        left = {name: one.status(name) for one in engines for name in one.scheduler.requests}
+        left = {
+            name: one.status(name) for one in engines for name in one.scheduler.requests
+        }
         raise AssertionError(f"{error}; requests: {left}") from error
 
 
@@ -138,10 +148,19 @@ class Node:
         self.port = port or free_port()
         config.setdefault("engine_id", f"{role}-{self.port}")
         if module == "kvferry.connector" and connector == "NixlConnector":
-            config["extra"] = {"handshake_timeout_s": _TIMEOUT_S / 2, **(config.get("extra") or {})}
+            config["extra"] = {
+                "handshake_timeout_s": _TIMEOUT_S / 2,
+                **(config.get("extra") or {}),
+            }
         with side_channel(self.port):
             self.engine = SchedulerEngine(
-                connector, module=module, role=role, tp=tp, pp=pp, window=window, **config
+                connector,
+                module=module,
+                role=role,
+                tp=tp,
+                pp=pp,
+                window=window,
+                **config,
             )
         current_platform.import_kernels()
         start_parallel_state(self.engine.config)
@@ -158,7 +177,9 @@ class Node:
         try:
             caches = [
                 self._add_worker(
-                    runner, place, kv_cache_config(blocks, tp=tp, window=window, stages=(place.pp,))
+                    runner,
+                    place,
+                    kv_cache_config(blocks, tp=tp, window=window, stages=(place.pp,)),
                 )
                 for place in places
             ]
@@ -167,23 +188,32 @@ class Node:
             for worker in self.workers:
                 worker.shutdown()
             raise
-        full = [shard[layer_of(place.pp)] for place, shard in zip(places, caches, strict=True)]
+        full = [
+            shard[layer_of(place.pp)]
+            for place, shard in zip(places, caches, strict=True)
+        ]
         windowed = [[shard[WINDOW_LAYER] for shard in caches]] if window else []
         self.model = ToyModel(self.engine, [full, *windowed], window)
         self.engine.sample = self.model.sample
-        self.aggregator = KVOutputAggregator.from_connector(self.engine.connector, len(places))
+        self.aggregator = KVOutputAggregator.from_connector(
+            self.engine.connector, len(places)
+        )
         described = {
             (place.pp, place.tp): _described(worker)
             for place, worker in zip(places, self.workers, strict=True)
         }
-        self.engine.connector.set_xfer_handshake_metadata_pp_aware(between_processes(described))
+        self.engine.connector.set_xfer_handshake_metadata_pp_aware(
+            between_processes(described)
+        )
         self._add_siblings()
         self.method = "step"
         """The order of calls: a method of the runner."""
 
     def step(self) -> Scheduled:
         step = self.engine.schedule()
-        step.output.kv_connector_metadata = between_processes(step.output.kv_connector_metadata)
+        step.output.kv_connector_metadata = between_processes(
+            step.output.kv_connector_metadata
+        )
         forwards = [self.model.forward, *[no_forward] * (len(self.runners) - 1)]
         with _FORWARD:
             reports = [
@@ -225,9 +255,13 @@ class Node:
         self.until(lambda: self.engine.answers[request_id].finish_reason is not None)
         return self.engine.answers[request_id]
 
-    def prefill(self, request_id: str, prompt: Sequence[int], **request: Any) -> dict[str, Any]:
+    def prefill(
+        self, request_id: str, prompt: Sequence[int], **request: Any
+    ) -> dict[str, Any]:
         """Prefill for another engine; the params of the answer. The workers know that the blocks are held."""
-        self.engine.add(request_id, prompt, {"do_remote_decode": True}, max_tokens=1, **request)
+        self.engine.add(
+            request_id, prompt, {"do_remote_decode": True}, max_tokens=1, **request
+        )
         params = self.answer(request_id).params
         assert params is not None, "the producer made no offer"
         for _ in range(1 + self._depth):
@@ -283,7 +317,9 @@ class Node:
             ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=one)
             for one in reported
         ]
-        self.engine.finish(answered, worker=self.aggregator.aggregate(outputs).kv_connector_output)
+        self.engine.finish(
+            answered, worker=self.aggregator.aggregate(outputs).kv_connector_output
+        )
 
     def _add_siblings(self) -> None:
         """Replaces the process groups of several ranks while the caches are registered."""

@@ -51,11 +51,15 @@ class FirstRunner:
         with connected(self._connector):
             self._connector.handle_preemptions(output.kv_connector_metadata)
             if not output.total_num_scheduled_tokens:
-                empty = KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self._config)
+                empty = KVConnectorModelRunnerMixin.kv_connector_no_forward(
+                    output, self._config
+                )
                 return empty.kv_connector_output
             with (
                 set_forward_context(None, self._config),
-                KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as report,
+                KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(
+                    output
+                ) as report,
             ):
                 forward(output)
             return report

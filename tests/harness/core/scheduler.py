@@ -31,10 +31,22 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.connector.metrics.tables import COUNTERS, PEER
 from kvferry.protocol.orders import decode_orders
-from tests.harness.core.configs import BLOCK_TOKENS, kv_cache_config, tokens, vllm_config
+from tests.harness.core.configs import (
+    BLOCK_TOKENS,
+    kv_cache_config,
+    tokens,
+    vllm_config,
+)
 from tests.harness.core.integrity import check_scheduler_side
 
-__all__ = ["BLOCK_TOKENS", "SAMPLED", "Answer", "Scheduled", "SchedulerEngine", "tokens"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "SAMPLED",
+    "Answer",
+    "Scheduled",
+    "SchedulerEngine",
+    "tokens",
+]
 
 SAMPLED = 7
 """The token that is sampled where no model is given."""
@@ -95,7 +107,9 @@ class SchedulerEngine:
         checks_steps: bool = False,
         **config: Any,
     ) -> None:
-        self.config = vllm_config(connector, num_blocks=num_blocks, overlap=overlap, **config)
+        self.config = vllm_config(
+            connector, num_blocks=num_blocks, overlap=overlap, **config
+        )
         self.cache_config = kv_cache_config(
             num_blocks,
             tp=config.get("tp", 1),
@@ -162,7 +176,9 @@ class SchedulerEngine:
             for name, by in stats["counters"].items()
             for label in by
         }
-        return {(name, label): self.counted(name, label) for name, label in sorted(names)}
+        return {
+            (name, label): self.counted(name, label) for name, label in sorted(names)
+        }
 
     def status(self, request_id: str) -> str:
         return str(self.scheduler.requests[request_id].status)
@@ -172,7 +188,10 @@ class SchedulerEngine:
 
     def all_block_ids(self, request_id: str) -> list[list[int]]:
         """By cache group."""
-        return [list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
+        return [
+            list(ids)
+            for ids in self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        ]
 
     def add(
         self,
@@ -216,16 +235,24 @@ class SchedulerEngine:
         request = scheduler.requests[request_id]
         scheduler.running.remove(request)
         drops_output |= scheduler.requires_kv_delivery
-        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=drops_output)
+        scheduler._preempt_request(
+            request, time.monotonic(), drop_stale_output=drops_output
+        )
         scheduler.prev_step_scheduled_req_ids.discard(request_id)
 
     def schedule(self) -> Scheduled:
         output = self.scheduler.schedule()
         self._check()
-        running = {name: self.scheduler.requests[name] for name in output.num_scheduled_tokens}
+        running = {
+            name: self.scheduler.requests[name] for name in output.num_scheduled_tokens
+        }
         return Scheduled(
             output,
-            frozenset(name for name, request in running.items() if not request.is_prefill_chunk),
+            frozenset(
+                name
+                for name, request in running.items()
+                if not request.is_prefill_chunk
+            ),
         )
 
     def finish(
@@ -258,7 +285,8 @@ class SchedulerEngine:
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
                 sampled_token_ids=[
-                    [self.sample(name)] if name in step.sampling else [] for name in names
+                    [self.sample(name)] if name in step.sampling else []
+                    for name in names
                 ],
                 kv_connector_output=report,
             ),
@@ -290,7 +318,9 @@ class SchedulerEngine:
 
     def _told_by_all(self, over: Iterable[str]) -> FerryWorkerMetadata:
         return FerryWorkerMetadata(
-            over=dict.fromkeys(range(self.config.parallel_config.world_size), frozenset(over))
+            over=dict.fromkeys(
+                range(self.config.parallel_config.world_size), frozenset(over)
+            )
         )
 
     def _collect(self, result: Any) -> None:
@@ -301,7 +331,10 @@ class SchedulerEngine:
                 str(output.finish_reason) if output.finish_reason is not None else None
             )
             answer.params = output.kv_transfer_params or answer.params
-        if result.scheduler_stats is not None and result.scheduler_stats.kv_connector_stats:
+        if (
+            result.scheduler_stats is not None
+            and result.scheduler_stats.kv_connector_stats
+        ):
             self.stats.append(result.scheduler_stats.kv_connector_stats)
             _check_exported(self.stats[-1].get("counters", {}))
 
@@ -310,4 +343,6 @@ def _check_exported(counters: Mapping[str, Mapping[str, float]]) -> None:
     """Check that every counter and label value is one of the metrics' tables."""
     for name, by_label in counters.items():
         counter = COUNTERS[name]
-        assert counter.label == PEER or set(by_label) <= set(counter.values or ("",)), name
+        assert counter.label == PEER or set(by_label) <= set(counter.values or ("",)), (
+            name
+        )

@@ -59,7 +59,9 @@ class Shelf:
         prompt = self.node.engine.scheduler.requests[load.request_id].all_token_ids
         states = states_of(prompt[: load.stop], self.node.window)
         for layer, table in enumerate(load.tables):
-            self.node.model.write_states(layer, list(table), load.start, states[load.start :])
+            self.node.model.write_states(
+                layer, list(table), load.start, states[load.start :]
+            )
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class Load:
     @property
     def blocks(self) -> tuple[int, ...]:
         """Those of the first group: vLLM takes a report of blocks only where there is one."""
-        return self.tables[0][self.start // BLOCK_TOKENS : -(-self.stop // BLOCK_TOKENS)]
+        return self.tables[0][
+            self.start // BLOCK_TOKENS : -(-self.stop // BLOCK_TOKENS)
+        ]
 
 
 @dataclass
@@ -89,7 +93,9 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._shelf = _SHELVES[vllm_config.kv_transfer_config.kv_connector_extra_config["shelf"]]
+        self._shelf = _SHELVES[
+            vllm_config.kv_transfer_config.kv_connector_extra_config["shelf"]
+        ]
         self._ordered: list[Load] = []
         self._invalid: list[set[int]] = []
 
@@ -99,18 +105,24 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         has = min(self._shelf.tokens.get(request.request_id, 0), request.num_tokens - 1)
         return max(0, has - num_computed_tokens), False
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
         if num_external_tokens:
             stop = min(self._shelf.tokens[request.request_id], request.num_tokens - 1)
             tables = tuple(map(tuple, blocks.get_block_ids()))
-            self._ordered.append(Load(request.request_id, stop - num_external_tokens, stop, tables))
+            self._ordered.append(
+                Load(request.request_id, stop - num_external_tokens, stop, tables)
+            )
 
     def build_connector_meta(self, scheduler_output: Any) -> StoreMetadata:
         ordered = self._ordered
         self._ordered = []
         return StoreMetadata(ordered)
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, None]:
         return False, None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

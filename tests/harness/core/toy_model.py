@@ -63,14 +63,19 @@ class ToyModel:
     """
 
     def __init__(
-        self, engine: SchedulerEngine, layers: Sequence[Sequence[torch.Tensor]], window: int
+        self,
+        engine: SchedulerEngine,
+        layers: Sequence[Sequence[torch.Tensor]],
+        window: int,
     ) -> None:
         self._engine, self._layers, self._window = engine, layers, window
         self._samples: defaultdict[str, deque[int]] = defaultdict(deque)
         self._ahead: dict[tuple[str, int], int] = {}
 
     def forward(self, output: Any) -> None:
-        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts = {
+            new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs
+        }
         cached = output.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for name, count in output.num_scheduled_tokens.items():
@@ -96,7 +101,11 @@ class ToyModel:
                 states = [_BROKEN] * start
         for position in range(start, stop):
             known = position < request.num_tokens
-            token = request.all_token_ids[position] if known else self._ahead[name, position]
+            token = (
+                request.all_token_ids[position]
+                if known
+                else self._ahead[name, position]
+            )
             states.append(next_state(states, token, self._window))
         for layer, ids in enumerate(blocks):
             self.write_states(layer, ids, start, states[start:])
@@ -104,7 +113,9 @@ class ToyModel:
             self._samples[name].append(sampled_from(states[-1]))
             self._ahead[name, stop] = sampled_from(states[-1])
 
-    def read_states(self, layer: int, blocks: list[int], start: int, stop: int) -> list[int]:
+    def read_states(
+        self, layer: int, blocks: list[int], start: int, stop: int
+    ) -> list[int]:
         if start == stop:
             return []
         where = _cells(blocks, start, stop, self._block_tokens(layer))
@@ -112,10 +123,15 @@ class ToyModel:
         cells = torch.cat([half[where].flatten(1) for half in halves], dim=1)
         even = (cells == cells[:, :1]).all(dim=1)
         return [
-            int(x) for x in torch.where(even, cells[:, 0], torch.full_like(cells[:, 0], _BROKEN))
+            int(x)
+            for x in torch.where(
+                even, cells[:, 0], torch.full_like(cells[:, 0], _BROKEN)
+            )
         ]
 
-    def write_states(self, layer: int, blocks: list[int], start: int, states: list[int]) -> None:
+    def write_states(
+        self, layer: int, blocks: list[int], start: int, states: list[int]
+    ) -> None:
         where = _cells(blocks, start, start + len(states), self._block_tokens(layer))
         values = torch.tensor(states, dtype=torch.float32).reshape(-1, 1, 1)
         for shard in self._layers[layer]:

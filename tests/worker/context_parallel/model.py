@@ -69,7 +69,11 @@ class Batch:
 
     def requests(self) -> list[int]:
         """The request of each token in the scheduled order."""
-        return [request for request, count in enumerate(self.scheduled) for _ in range(count)]
+        return [
+            request
+            for request, count in enumerate(self.scheduled)
+            for _ in range(count)
+        ]
 
     def positions(self) -> list[int]:
         """The positions of the tokens in the scheduled order."""
@@ -95,5 +99,8 @@ _COMPUTED = st.sampled_from((0, 0, 7, 4096))
 def batches(draw: st.DrawFn, ranks: st.SearchStrategy[int] = _RANKS) -> Batch:
     """Any mix of prefills (short ones, chunked ones), decodes, and requests of no tokens."""
     requests = draw(st.lists(st.tuples(_TOKENS, _COMPUTED), max_size=7))
-    scheduled, computed = tuple(count for count, _ in requests), tuple(done for _, done in requests)
+    scheduled, computed = (
+        tuple(count for count, _ in requests),
+        tuple(done for _, done in requests),
+    )
     return Batch(draw(ranks), draw(_THRESHOLDS), scheduled, computed)

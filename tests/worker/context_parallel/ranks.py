@@ -91,7 +91,14 @@ class RankPool:
         pairs = [Pipe() for _ in range(self.size)]
         theirs = [end.fileno() for _, end in pairs]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", self._command, self.backend, directory, *map(str, theirs)],
+            [
+                sys.executable,
+                "-c",
+                self._command,
+                self.backend,
+                directory,
+                *map(str, theirs),
+            ],
             cwd=_ROOT,
             pass_fds=theirs,
             # Without a name for the interface, gloo looks this host's name up.

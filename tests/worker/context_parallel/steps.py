@@ -33,7 +33,9 @@ class Rows:
 
     def content(self, tokens: int) -> npt.NDArray[np.uint8]:
         """The bytes of every scheduled token, uint8 `[T, row_bytes]`."""
-        return np.random.default_rng(self.seed).integers(0, 256, (tokens, self.row_bytes), np.uint8)
+        return np.random.default_rng(self.seed).integers(
+            0, 256, (tokens, self.row_bytes), np.uint8
+        )
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ def run_steps(
         group,
         device=device,
         max_tokens=max(1, *(sum(step.scheduled) for step in steps)),
-        max_requests=max(1, *(sum(count > 0 for count in step.scheduled) for step in steps)),
+        max_requests=max(
+            1, *(sum(count > 0 for count in step.scheduled) for step in steps)
+        ),
         max_row_bytes=rows.row_bytes,
         reorder_threshold=steps[0].reorder_threshold,
         cache_groups=2,
@@ -72,17 +76,23 @@ def run_steps(
     results = []
     for step, mapping in zip(steps, slots, strict=True):
         own = manager.partition_inputs(step.scheduled, step.computed)
-        computed = torch.from_numpy(rows.content(sum(step.scheduled))).to(device)[own.tokens]
+        computed = torch.from_numpy(rows.content(sum(step.scheduled))).to(device)[
+            own.tokens
+        ]
         computed[own.is_padding] = POISON
         typed = (
             computed.view(rows.dtype).view(-1, *rows.shape)
             if len(computed)
             else _no_rows(rows, device)
         )
-        hidden, padded = manager.restore_hidden_states(typed), manager.gather_padded(typed)
+        hidden, padded = (
+            manager.restore_hidden_states(typed),
+            manager.gather_padded(typed),
+        )
         slots_of_both = [
             manager.pad_slot_mapping(
-                torch.tensor(mapping, dtype=torch.int64, device=device) + 5 * cache_group,
+                torch.tensor(mapping, dtype=torch.int64, device=device)
+                + 5 * cache_group,
                 cache_group,
             )
             for cache_group in range(2)
@@ -111,25 +121,37 @@ def refusals(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
     found = {
         "no step": _refusal(lambda: manager.restore_hidden_states(torch.zeros(0))),
         "a warm-up": str(manager.pad_slot_mapping(torch.arange(3)).tolist()),
-        "the largest warm-up": str(sorted(set(manager.pad_slot_mapping(torch.arange(8)).tolist()))),
+        "the largest warm-up": str(
+            sorted(set(manager.pad_slot_mapping(torch.arange(8)).tolist()))
+        ),
         "too long a warm-up": _refusal(
             lambda: manager.pad_slot_mapping(torch.zeros(9, dtype=torch.int64))
         ),
-        "a warm-up of no dimension": _refusal(lambda: manager.pad_slot_mapping(torch.zeros(()))),
+        "a warm-up of no dimension": _refusal(
+            lambda: manager.pad_slot_mapping(torch.zeros(()))
+        ),
     }
     own = manager.partition_inputs([1, 6], [3, 0])
     count = len(own.tokens)
     found |= {
         "too many tokens": _refusal(lambda: manager.partition_inputs([1, 8], [0, 0])),
-        "too many requests": _refusal(lambda: manager.partition_inputs([1] * 4, [0] * 4)),
+        "too many requests": _refusal(
+            lambda: manager.partition_inputs([1] * 4, [0] * 4)
+        ),
         "computed of others": _refusal(lambda: manager.partition_inputs([2, 3], [0])),
-        "too few rows": _refusal(lambda: manager.restore_hidden_states(torch.zeros(count - 1, 2))),
+        "too few rows": _refusal(
+            lambda: manager.restore_hidden_states(torch.zeros(count - 1, 2))
+        ),
         "no dimension": _refusal(lambda: manager.gather_padded(torch.zeros(()))),
-        "long rows": _refusal(lambda: manager.restore_hidden_states(torch.zeros(count, 5))),
+        "long rows": _refusal(
+            lambda: manager.restore_hidden_states(torch.zeros(count, 5))
+        ),
         "too few slots": _refusal(
             lambda: manager.pad_slot_mapping(torch.zeros(6, dtype=torch.int64))
         ),
-        "slots in fractions": _refusal(lambda: manager.pad_slot_mapping(torch.zeros(7))),
+        "slots in fractions": _refusal(
+            lambda: manager.pad_slot_mapping(torch.zeros(7))
+        ),
         "no such cache group": _refusal(
             lambda: manager.pad_slot_mapping(torch.zeros(7, dtype=torch.int64), 1)
         ),

@@ -44,17 +44,29 @@ def nccl(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 def steps_of(draw: st.DrawFn, ranks: int) -> list[Batch]:
     """One to three steps of one engine."""
     first, *more = draw(st.lists(batches(st.just(ranks)), min_size=1, max_size=3))
-    return [first, *(Batch(ranks, first.reorder_threshold, x.scheduled, x.computed) for x in more)]
+    return [
+        first,
+        *(Batch(ranks, first.reorder_threshold, x.scheduled, x.computed) for x in more),
+    ]
 
 
 def check(pool: RankPool, steps: list[Batch], rows: Rows, seed: int) -> None:
     """Run the steps on all ranks and look at every byte that each has afterwards."""
     draw = np.random.default_rng(seed)
-    mappings = [draw.permutation(3 * sum(step.scheduled))[: sum(step.scheduled)] for step in steps]
+    mappings = [
+        draw.permutation(3 * sum(step.scheduled))[: sum(step.scheduled)]
+        for step in steps
+    ]
     for mapping in mappings:
-        mapping[draw.random(len(mapping)) < 0.1] = -1  # what this engine worker does not keep
+        mapping[
+            draw.random(len(mapping)) < 0.1
+        ] = -1  # what this engine worker does not keep
     answers = pool.run(
-        steps[0].ranks, run_steps, steps, rows, [mapping.tolist() for mapping in mappings]
+        steps[0].ranks,
+        run_steps,
+        steps,
+        rows,
+        [mapping.tolist() for mapping in mappings],
     )
     assert len({results[0].process for results in answers}) == steps[0].ranks
     for rank, results in enumerate(answers):
@@ -73,14 +85,20 @@ def _check_step(
     assert (got.hidden == content).all()
     assert got.hidden_shape == (len(content), *rows.shape)
     own = step.rank_tokens(rank)
-    for found, wanted in ((got.positions, step.positions()), (got.req_indices, step.requests())):
-        assert [at for at, token in zip(found, own, strict=True) if token != PADDING] == [
-            wanted[token] for token in own if token != PADDING
-        ]
+    for found, wanted in (
+        (got.positions, step.positions()),
+        (got.req_indices, step.requests()),
+    ):
+        assert [
+            at for at, token in zip(found, own, strict=True) if token != PADDING
+        ] == [wanted[token] for token in own if token != PADDING]
     padded = np.array(step.padded_tokens(), np.int64)
     for cache_group, slots in enumerate(got.slots):
         there = mapping + 5 * cache_group
-        assert (slots == np.where(padded == PADDING, -1, there[padded] if len(there) else -1)).all()
+        assert (
+            slots
+            == np.where(padded == PADDING, -1, there[padded] if len(there) else -1)
+        ).all()
     slots = got.slots[0]
     cache = np.full((3 * len(content), rows.row_bytes), 0x11, np.uint8)
     expected = cache.copy()
@@ -104,14 +122,24 @@ def test_what_ranks_computed_comes_back_in_order_whatever_the_step(
 
 
 def test_one_rank_alone_is_the_identity(gloo: RankPool) -> None:
-    check(gloo, [Batch(1, 1, (1, 5, 0, 8), (3, 0, 0, 16))], Rows(torch.float32, (3,), 7), 7)
+    check(
+        gloo,
+        [Batch(1, 1, (1, 5, 0, 8), (3, 0, 0, 16))],
+        Rows(torch.float32, (3,), 7),
+        7,
+    )
 
 
 @pytest.mark.parametrize("nccl", [1, *GROUPS], indirect=True)
 def test_the_same_over_nccl(nccl: RankPool) -> None:
     rows = Rows(torch.bfloat16, (64,), 7)
     for scheduled in ((1, 5, 0, 8), (64,), (1, 1, 1), (), (333, 1, 7)):
-        check(nccl, [Batch(nccl.size, 1, scheduled, (3,) * len(scheduled))], rows, len(scheduled))
+        check(
+            nccl,
+            [Batch(nccl.size, 1, scheduled, (3,) * len(scheduled))],
+            rows,
+            len(scheduled),
+        )
 
 
 REFUSALS = {

@@ -34,14 +34,19 @@ def partition(batch: Batch) -> Partition:
 
 
 @given(batches())
-def test_every_rank_gets_the_tokens_requests_and_positions_of_the_definition(batch: Batch) -> None:
+def test_every_rank_gets_the_tokens_requests_and_positions_of_the_definition(
+    batch: Batch,
+) -> None:
     made, positions = partition(batch), np.array(batch.positions(), np.int64)
     requests = np.array(batch.requests(), np.int64)
     assert made.is_decode.tolist() == [
         batch.is_decode(request) for request in range(len(batch.scheduled))
     ]
     for rank in range(batch.ranks):
-        own, wanted = rank_inputs(made, rank), np.array(batch.rank_tokens(rank), np.int64)
+        own, wanted = (
+            rank_inputs(made, rank),
+            np.array(batch.rank_tokens(rank), np.int64),
+        )
         real = wanted != PADDING
         assert (own.is_padding == ~real).all()
         assert (own.tokens[real] == wanted[real]).all()
@@ -52,13 +57,18 @@ def test_every_rank_gets_the_tokens_requests_and_positions_of_the_definition(bat
             "padding belongs to the request of that token"
         )
         assert (
-            np.bincount(own.req_indices, minlength=len(batch.scheduled)) == made.rank_tokens
+            np.bincount(own.req_indices, minlength=len(batch.scheduled))
+            == made.rank_tokens
         ).all()
-        assert len(own.tokens) == made.rank_rows, "all ranks have the same number of rows"
+        assert len(own.tokens) == made.rank_rows, (
+            "all ranks have the same number of rows"
+        )
 
 
 @given(batches(), st.integers(0, 2**32 - 1))
-def test_partition_all_gather_and_restore_are_the_identity(batch: Batch, seed: int) -> None:
+def test_partition_all_gather_and_restore_are_the_identity(
+    batch: Batch, seed: int
+) -> None:
     made, draw = partition(batch), np.random.default_rng(seed)
     scheduled = draw.integers(0, 2**62, len(batch.positions()))
     gathered = []
@@ -81,7 +91,9 @@ def test_ranks_attend_to_equally_much_of_a_prompt_that_divides(batch: Batch) -> 
     work = []
     for rank in range(batch.ranks):
         own = rank_inputs(made, rank)
-        full = np.repeat(made.scheduled_tokens % (2 * batch.ranks) == 0, made.rank_tokens)
+        full = np.repeat(
+            made.scheduled_tokens % (2 * batch.ranks) == 0, made.rank_tokens
+        )
         work.append(int((own.positions + 1)[full].sum()))
     assert len(set(work)) == 1
 
@@ -91,7 +103,10 @@ def test_buffers_of_the_computed_size_hold_any_step(
     batch: Batch, tokens: int, requests: int
 ) -> None:
     """Also for an engine whose limits are above the numbers of this step."""
-    limits = sum(batch.scheduled) + tokens, sum(count > 0 for count in batch.scheduled) + requests
+    limits = (
+        sum(batch.scheduled) + tokens,
+        sum(count > 0 for count in batch.scheduled) + requests,
+    )
     assert partition(batch).rank_rows <= max_rank_rows(
         *limits, ranks=batch.ranks, reorder_threshold=batch.reorder_threshold
     )
@@ -127,12 +142,17 @@ def test_the_example_of_the_docstring() -> None:
     ranks = [rank_inputs(made, rank) for rank in range(2)]
     rows = [np.where(own.is_padding, "·", letters[own.tokens]) for own in ranks]
     assert ["".join(row) for row in rows] == ["ABC··", "ADEFG"]
-    assert [own.positions.tolist() for own in ranks] == [[41, 0, 1, 5, 5], [41, 2, 3, 4, 5]]
+    assert [own.positions.tolist() for own in ranks] == [
+        [41, 0, 1, 5, 5],
+        [41, 2, 3, 4, 5],
+    ]
     assert [own.req_indices.tolist() for own in ranks] == [[0, 1, 1, 1, 1]] * 2
     assert made.restore_index.tolist() == [0, 5, 1, 2, 6, 7, 8, 9, 3, 4]
     assert made.unpad_mask.astype(int).tolist() == [1, 0, 1, 1, 1, 1, 1, 1, 0, 0]
     assert "".join(np.concatenate(rows)[made.restore_index]) == "AABCDEFG··"
-    assert "".join(np.concatenate(rows)[made.restore_index][made.unpad_mask]) == "ABCDEFG"
+    assert (
+        "".join(np.concatenate(rows)[made.restore_index][made.unpad_mask]) == "ABCDEFG"
+    )
     lines = [
         ("scheduled", letters),
         ("padded", np.concatenate(rows)[made.restore_index]),
@@ -143,7 +163,9 @@ def test_the_example_of_the_docstring() -> None:
         ("unpad_mask", made.unpad_mask.astype(int)),
     ]
     for name, values in lines:
-        found = re.search(rf"^ *{name}  +((?:\S ?)+)", partition_module.__doc__ or "", re.MULTILINE)
+        found = re.search(
+            rf"^ *{name}  +((?:\S ?)+)", partition_module.__doc__ or "", re.MULTILINE
+        )
         assert found, name
         assert found[1].split() == [str(value) for value in values]
 

@@ -52,20 +52,34 @@ class Stage:
     """
 
     def __init__(
-        self, setup: str, *, index: int = 1, own_stream: bool = True, is_late: bool = False
+        self,
+        setup: str,
+        *,
+        index: int = 1,
+        own_stream: bool = True,
+        is_late: bool = False,
     ) -> None:
         self.here, self.there = (FakeCuda(index, is_late=is_late) for _ in range(2))
         self.is_streaming = setup != "through host memory"
-        self._own_stream, self._rig = own_stream, _Rig({"P": self.here, "C": self.there})
+        self._own_stream, self._rig = (
+            own_stream,
+            _Rig({"P": self.here, "C": self.there}),
+        )
         self._setup = SETUPS[setup]
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Stage:
-        with contextlib.ExitStack() as opened:  # a fault at registration leaves nothing behind
+        with (
+            contextlib.ExitStack() as opened
+        ):  # a fault at registration leaves nothing behind
             opened.enter_context(kernels())
             settings = self._setup["settings"]
-            self.producer = self._rig.engine("P", device=self.here.device, settings=settings)
-            self.consumer = self._rig.engine("C", device=self.there.device, **self._setup)
+            self.producer = self._rig.engine(
+                "P", device=self.here.device, settings=settings
+            )
+            self.consumer = self._rig.engine(
+                "C", device=self.there.device, **self._setup
+            )
             self._phase(Phase.CAPTURING)
             if self._own_stream:
                 for gpu in (self.here, self.there):
@@ -124,7 +138,10 @@ class Stage:
             wait_until(
                 lambda: (
                     happened()
-                    or any(gpu.asked[name] > count + _ASKED for name, count in before.items())
+                    or any(
+                        gpu.asked[name] > count + _ASKED
+                        for name, count in before.items()
+                    )
                 ),
                 "the device is asked",
             )
@@ -147,7 +164,8 @@ class _Rig(Rig):
 
     def make_fabric(self, agent_name: str) -> Fabric:
         return watched(
-            self._gpus[agent_name.partition("/")[0]], MemoryFabric(agent_name, self.network)
+            self._gpus[agent_name.partition("/")[0]],
+            MemoryFabric(agent_name, self.network),
         )
 
 
@@ -166,7 +184,8 @@ def a_whole_life(stage: Stage) -> None:
         stream.check()
         assert stream.record().restarts == 1
         stage.rig.step_until(
-            lambda: stream.prefill.request_id in producer.seen.sent, "its blocks are free"
+            lambda: stream.prefill.request_id in producer.seen.sent,
+            "its blocks are free",
         )
     offer = producer.prefill(tokens=9, seed=2)
     producer.give_away(offer)
@@ -184,14 +203,18 @@ def nothing_before_the_first_step(stage: Stage) -> None:
         for thread in threading.enumerate()
         if thread.name.startswith("kvferry-transfer")
     ]
-    assert {call.thread for gpu in (stage.here, stage.there) for call in gpu.calls} == {own}
+    assert {call.thread for gpu in (stage.here, stage.there) for call in gpu.calls} == {
+        own
+    }
     stage.check()
 
 
 def word(producer: Engine, offer: Offer) -> SlotState:
     """The state that the slot of an offer shows."""
     epoch = epoch_of(offer.params.kvferry.lease_epoch)
-    return next(state for state in SlotState if producer.word(offer) == slot_word(epoch, state))
+    return next(
+        state for state in SlotState if producer.word(offer) == slot_word(epoch, state)
+    )
 
 
 def _ready_after(stage: Stage, *, model: bool) -> None:
@@ -236,7 +259,9 @@ def reads_after_the_model(stage: Stage) -> None:
     producer, consumer = stage.serve()
     offer = producer.prefill(tokens=10, seed=3)
     with stage.held(stage.there, model=True) as not_yet:
-        consumer.launch(lambda: consumer.caches.fill(range(1, consumer.shape.blocks), 0x77))
+        consumer.launch(
+            lambda: consumer.caches.fill(range(1, consumer.shape.blocks), 0x77)
+        )
         load = consumer.load(offer.params)
         not_yet(lambda: consumer.fabric.calls["post_data_read"])
     assert stage.rig.until_over(consumer, load) is None
@@ -248,7 +273,9 @@ def streamed_reads_after_the_model(stage: Stage) -> None:
     producer, consumer = stage.serve()
     stream = ServedStream.begin(stage.rig, producer, consumer, tokens=30, first=5)
     with stage.held(stage.there, model=True) as not_yet:
-        consumer.launch(lambda: consumer.caches.fill(range(1, consumer.shape.blocks), 0x77))
+        consumer.launch(
+            lambda: consumer.caches.fill(range(1, consumer.shape.blocks), 0x77)
+        )
         load = stream.order()
         stream.compute(8)
         not_yet(lambda: consumer.fabric.calls["post_data_read"])
@@ -300,7 +327,9 @@ def blocks_after_the_relayout(stage: Stage) -> None:
         consumer.set_timeouts(load_s=0.0)
         assert stage.rig.until_over(consumer, load) is FailureReason.DEADLINE
         assert load.request_id in consumer.seen.alive
-    stage.rig.step_until(lambda: load.request_id not in consumer.seen.alive, "its blocks are safe")
+    stage.rig.step_until(
+        lambda: load.request_id not in consumer.seen.alive, "its blocks are safe"
+    )
 
 
 def blocks_after_a_launch_that_raised(stage: Stage) -> None:
@@ -318,7 +347,9 @@ def blocks_after_a_launch_that_raised(stage: Stage) -> None:
         load = consumer.load(producer.prefill(tokens=10, seed=3).params)
         assert stage.rig.until_over(consumer, load) is FailureReason.TRANSFER
         assert load.request_id in consumer.seen.alive
-    stage.rig.step_until(lambda: load.request_id not in consumer.seen.alive, "its blocks are safe")
+    stage.rig.step_until(
+        lambda: load.request_id not in consumer.seen.alive, "its blocks are safe"
+    )
 
 
 def the_next_read_under_the_relayout(stage: Stage) -> None:
@@ -326,7 +357,10 @@ def the_next_read_under_the_relayout(stage: Stage) -> None:
     producer, consumer = stage.serve()
     with stage.held(stage.there, model=False) as not_yet:
         load = consumer.load(producer.prefill(tokens=64, seed=3).params)
-        wait_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "the second wave is read")
+        wait_until(
+            lambda: consumer.fabric.calls["post_data_read"] == 2,
+            "the second wave is read",
+        )
         not_yet(lambda: consumer.fabric.calls["post_data_read"] > 2)
     assert stage.rig.until_over(consumer, load) is None
     consumer.check_bytes(load, seed=3)

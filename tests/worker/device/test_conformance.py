@@ -31,7 +31,9 @@ def on_another_thread(work: Callable[[], None]) -> None:
         raise error
 
 
-def test_a_mark_is_reached_when_the_work_before_it_has_finished_and_not_earlier(port: Port) -> None:
+def test_a_mark_is_reached_when_the_work_before_it_has_finished_and_not_earlier(
+    port: Port,
+) -> None:
     with port.busy():
         mark = port.device.mark()
         assert not mark.reached()
@@ -39,7 +41,9 @@ def test_a_mark_is_reached_when_the_work_before_it_has_finished_and_not_earlier(
     assert mark.reached()
 
 
-def test_an_own_stream_waits_for_no_other_and_marks_are_of_the_current_stream(port: Port) -> None:
+def test_an_own_stream_waits_for_no_other_and_marks_are_of_the_current_stream(
+    port: Port,
+) -> None:
     own = port.device.new_stream()
     with port.busy():
         with port.device.on(own):
@@ -77,7 +81,9 @@ def test_an_event_that_was_never_recorded_counts_as_passed(port: Port) -> None:
     assert port.cuda.Event().query()
 
 
-def test_a_thread_has_no_context_before_it_uses_the_device_and_one_afterwards(port: Port) -> None:
+def test_a_thread_has_no_context_before_it_uses_the_device_and_one_afterwards(
+    port: Port,
+) -> None:
     def use() -> None:
         assert not port.has_context()
         port.device.use()
@@ -100,7 +106,9 @@ def test_a_copy_from_pinned_memory_takes_the_bytes_that_are_there_when_the_strea
     assert bool((there.cpu() == 2).all())
 
 
-def test_a_copy_from_other_host_memory_has_taken_the_bytes_when_it_returns(port: Port) -> None:
+def test_a_copy_from_other_host_memory_has_taken_the_bytes_when_it_returns(
+    port: Port,
+) -> None:
     here, there = torch.full((4096,), 1, dtype=torch.uint8), port.device.empty(4096)
     assert not port.is_pinned(here)
     there.copy_(here, non_blocking=True)
@@ -120,7 +128,9 @@ def test_memory_of_an_exact_size_is_pinned_until_it_is_unpinned(port: Port) -> N
     port.device.unpin(memory.tensor)
 
 
-def test_a_kernel_reads_and_writes_pinned_host_memory_by_its_own_address(port: Port) -> None:
+def test_a_kernel_reads_and_writes_pinned_host_memory_by_its_own_address(
+    port: Port,
+) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from kvferry.worker.relayout.triton_relayout import TritonRelayout
 

@@ -132,7 +132,11 @@ MUTANTS = {
         options={**LATE, "index": 0},
     ),
     "the relayout is on the default stream": Mutant(
-        Device, "on", instead(lambda *_: nullcontext()), **STAGED, rule=Rule.DEFAULT_STREAM
+        Device,
+        "on",
+        instead(lambda *_: nullcontext()),
+        **STAGED,
+        rule=Rule.DEFAULT_STREAM,
     ),
     "the step thread waits": Mutant(
         Device, "mark", first(Device.synchronize), **LIFE, rule=Rule.WAITS
@@ -169,7 +173,11 @@ MUTANTS = {
         TransferThread, "__init__", start_at_once, scenes.nothing_before_the_first_step
     ),
     "the kernel is not compiled at registration": Mutant(
-        TritonRelayout, "_warm_up", instead(lambda _: None), **STAGED, rule=Rule.FIRST_USE
+        TritonRelayout,
+        "_warm_up",
+        instead(lambda _: None),
+        **STAGED,
+        rule=Rule.FIRST_USE,
     ),
     "streams are made when they are needed": Mutant(
         Device,
@@ -191,7 +199,9 @@ MUTANTS = {
     "a mark is not on the model's stream": Mutant(
         Device, "mark", instead(on_the_default_stream), scenes.ready_after_the_model
     ),
-    "READY at once": Mutant(LeaseTable, "hold", ready_at_once, scenes.ready_after_the_model),
+    "READY at once": Mutant(
+        LeaseTable, "hold", ready_at_once, scenes.ready_after_the_model
+    ),
     "READY before the copy": Mutant(
         HostMirror,
         "try_copy",
@@ -200,7 +210,10 @@ MUTANTS = {
         "through host memory",
     ),
     "tokens are reported at once": Mutant(
-        ServedStream, "take_tokens", instead(all_tokens), scenes.progress_after_the_model
+        ServedStream,
+        "take_tokens",
+        instead(all_tokens),
+        scenes.progress_after_the_model,
     ),
     "a load does not wait for the model": Mutant(
         LoadRunner, "add", load_at_once, scenes.reads_after_the_model
@@ -235,7 +248,10 @@ MUTANTS = {
         "staged",
     ),
     "the model does not wait for the zeroing": Mutant(
-        TritonRelayout, "try_start", returning(REACHED), scenes.the_model_after_the_relayout
+        TritonRelayout,
+        "try_start",
+        returning(REACHED),
+        scenes.the_model_after_the_relayout,
     ),
     "blocks of a failed load are free at once": Mutant(
         Load, "settle", returning(True), scenes.blocks_after_the_relayout, "staged"
@@ -252,9 +268,13 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_a_fault_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LONGEST_S", 2.0)  # what a fault prevents does not come
+    monkeypatch.setattr(
+        waiting, "LONGEST_S", 2.0
+    )  # what a fault prevents does not come
     monkeypatch.setattr(cache_engine, "IDLE_WITHIN_S", 0.5)
-    monkeypatch.setattr(mutant.owner, mutant.name, mutant.make(getattr(mutant.owner, mutant.name)))
+    monkeypatch.setattr(
+        mutant.owner, mutant.name, mutant.make(getattr(mutant.owner, mutant.name))
+    )
     rules, failed = set[Rule](), False
     with (
         contextlib.suppress(AssertionError, LocalProtocolError),

@@ -33,7 +33,9 @@ def names_of_cuda(source: str) -> set[str]:
             found.add("*")
         elif isinstance(other, ast.Import | ast.ImportFrom):
             prefix = f"{other.module}." if isinstance(other, ast.ImportFrom) else ""
-            if any(f"{prefix}{name.name}".startswith("torch.cuda") for name in other.names):
+            if any(
+                f"{prefix}{name.name}".startswith("torch.cuda") for name in other.names
+            ):
                 found.add("*")
     return found
 
@@ -42,7 +44,8 @@ def modules() -> dict[str, str]:
     """The sources of the product, by path."""
     paths = (path for root in PACKAGES for path in (REPOSITORY / root).rglob("*.py"))
     return {
-        path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8") for path in paths
+        path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8")
+        for path in paths
     }
 
 

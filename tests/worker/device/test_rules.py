@@ -17,7 +17,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 @pytest.mark.parametrize(
     "own_stream", [False, True], ids=["the default stream", "a stream of its own"]
 )
-def test_a_whole_life_breaks_no_rule(setup: str, index: int, *, own_stream: bool) -> None:
+def test_a_whole_life_breaks_no_rule(
+    setup: str, index: int, *, own_stream: bool
+) -> None:
     with Stage(setup, index=index, own_stream=own_stream, is_late=True) as stage:
         scenes.a_whole_life(stage)
 
@@ -75,14 +77,17 @@ def test_blocks_of_a_failed_load_are_named_until_the_relayouts_stream_has_passed
 
 
 @pytest.mark.parametrize("setup", ["direct", "staged"])
-def test_blocks_are_named_until_then_also_where_the_launch_has_raised(setup: str) -> None:
+def test_blocks_are_named_until_then_also_where_the_launch_has_raised(
+    setup: str,
+) -> None:
     with Stage(setup) as stage:
         scenes.blocks_after_a_launch_that_raised(stage)
 
 
 @pytest.mark.parametrize("setup", ["direct", "staged"])
 @pytest.mark.parametrize(
-    "scene", [scenes.streamed_reads_after_the_model, scenes.streamed_report_after_the_relayout]
+    "scene",
+    [scenes.streamed_reads_after_the_model, scenes.streamed_report_after_the_relayout],
 )
 def test_so_it_is_with_prompts_that_are_read_while_they_are_computed(
     setup: str, scene: Callable[[Stage], None]

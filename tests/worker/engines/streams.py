@@ -32,7 +32,13 @@ class ServedStream:
 
     @classmethod
     def begin(
-        cls, rig: Rig, producer: Engine, consumer: Engine, tokens: int, first: int, seed: int = 7
+        cls,
+        rig: Rig,
+        producer: Engine,
+        consumer: Engine,
+        tokens: int,
+        first: int,
+        seed: int = 7,
     ) -> ServedStream:
         """A part is computed before the consumer asks."""
         stream = cls(rig, producer, consumer, producer.begin_prefill(tokens, seed))
@@ -70,8 +76,14 @@ class ServedStream:
         def is_read() -> bool:
             assert self.load is not None
             seen = snapshot_of(self.consumer.worker)
-            records = [record for record in seen.begun if record.request_id == self.load.request_id]
-            is_over = self.load.request_id in seen.untaken.loaded | seen.untaken.failed.keys()
+            records = [
+                record
+                for record in seen.begun
+                if record.request_id == self.load.request_id
+            ]
+            is_over = (
+                self.load.request_id in seen.untaken.loaded | seen.untaken.failed.keys()
+            )
             return is_over or any(
                 chunk[0] >= whole for record in records for chunk in record.chunks[-1:]
             )

@@ -14,7 +14,12 @@ from unittest import mock
 import pytest
 
 from kvferry.link.limits import AHEAD, FOR_LOADS
-from kvferry.protocol.orders import FailureReason, StepOrders, encode_head, encode_orders
+from kvferry.protocol.orders import (
+    FailureReason,
+    StepOrders,
+    encode_head,
+    encode_orders,
+)
 from kvferry.worker.loads.state import LoadState
 from tests.harness.cache_engine import HOST, SETTINGS
 from tests.harness.caches import CacheShape
@@ -61,7 +66,9 @@ def free(consumer: Engine, *loads: OrderedLoad) -> None:
 def parked(rig: Rig, _: ExitStack) -> tuple[Engine, OrderedLoad]:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
-    load = consumer.load(producer.finish_prefill(producer.start_prefill(5, seed=5)).params)
+    load = consumer.load(
+        producer.finish_prefill(producer.start_prefill(5, seed=5)).params
+    )
     wait_until(lambda: consumer.parked_loads(), "it is parked")
     return consumer, load
 
@@ -81,7 +88,9 @@ def resumed(rig: Rig, stack: ExitStack) -> tuple[Engine, OrderedLoad]:
     wait_until(lambda: consumer.parked_loads(), "it is parked")
     no_places(consumer, stack)
     producer.step()
-    wait_until(lambda: bool(consumer.loads_in(LoadState.RESUMED)), "it waits for a place")
+    wait_until(
+        lambda: bool(consumer.loads_in(LoadState.RESUMED)), "it waits for a place"
+    )
     return consumer, load
 
 
@@ -177,7 +186,8 @@ def test_handshakes_that_only_aborted_requests_wait_for_are_not_begun(rig: Rig) 
     """Four with a host are under way at once; the others would have had their turns before those of later requests."""
     with ExitStack() as stack:
         ports = [
-            stack.enter_context(socket.create_server((HOST, 0))).getsockname()[1] for _ in range(7)
+            stack.enter_context(socket.create_server((HOST, 0))).getsockname()[1]
+            for _ in range(7)
         ]
         producer, consumer = rig.pair(
             settings=replace(SETTINGS, handshake_timeout_s=60.0, max_loads=8)
@@ -188,7 +198,9 @@ def test_handshakes_that_only_aborted_requests_wait_for_are_not_begun(rig: Rig) 
             for offer, port in zip(offers, ports, strict=True)
         ]
         wait_until(
-            lambda: len(snapshot_of(consumer.worker).peers.handshakes.awaited) == len(ports),
+            lambda: (
+                len(snapshot_of(consumer.worker).peers.handshakes.awaited) == len(ports)
+            ),
             "all are awaited",
         )
         abort(rig, consumer, *loads)
@@ -205,10 +217,14 @@ def test_what_is_being_read_is_reported_at_once_and_its_blocks_wait_for_the_read
 ) -> None:
     settings = STAGED if staged else SETTINGS
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=settings)
-    consumer = rig.engine("C", shape=CacheShape(axes="bth" if staged else "bht"), settings=settings)
+    consumer = rig.engine(
+        "C", shape=CacheShape(axes="bth" if staged else "bht"), settings=settings
+    )
     rig.transfer(producer, consumer, tokens=60)
     free_blocks = len(consumer.unused)
-    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(
+        producer.fabric.agent_name
+    )
     load = consumer.load(producer.prefill(60, seed=4).params)
     wait_until(consumer.fabric.reading, "it reads")
     abort(rig, consumer, load)
@@ -216,7 +232,9 @@ def test_what_is_being_read_is_reported_at_once_and_its_blocks_wait_for_the_read
     posts = consumer.fabric.calls["post_data_read"]
     rig.network.thaw(producer.fabric.agent_name)
     rig.step_until(lambda: not consumer.seen.alive, "the read has ended")
-    assert consumer.fabric.calls["post_data_read"] == posts, "the rest is not read any more"
+    assert consumer.fabric.calls["post_data_read"] == posts, (
+        "the rest is not read any more"
+    )
     if staged:
         assert consumer.pool.free_bytes == consumer.pool.capacity
         written = consumer.caches.cells(0)[list(load.blocks)]
@@ -241,7 +259,9 @@ def test_what_has_read_no_data_frees_its_blocks_although_its_producer_stands_sti
         abort(rig, consumer, load)
     else:
         consumer.set_timeouts(load_s=0.0)
-        rig.step_until(lambda: consumer.seen.is_over(load.request_id), "it is over", only=consumer)
+        rig.step_until(
+            lambda: consumer.seen.is_over(load.request_id), "it is over", only=consumer
+        )
         assert consumer.seen.failed[load.request_id] is FailureReason.DEADLINE
         consumer.set_timeouts()
     assert not consumer.seen.alive
@@ -254,7 +274,9 @@ def test_what_has_read_no_data_frees_its_blocks_although_its_producer_stands_sti
     rig.transfer(producer, consumer)
 
 
-def test_the_producers_blocks_are_free_when_the_consumer_does_not_want_them(any_rig: Rig) -> None:
+def test_the_producers_blocks_are_free_when_the_consumer_does_not_want_them(
+    any_rig: Rig,
+) -> None:
     """Nothing waits for the lease: it is given back. The prompt becomes ready after the abort."""
     producer, consumer = any_rig.pair()
     any_rig.transfer(producer, consumer)
@@ -263,12 +285,16 @@ def test_the_producers_blocks_are_free_when_the_consumer_does_not_want_them(any_
     load = consumer.load(offer.params)
     wait_until(lambda: consumer.parked_loads(), "it is parked")
     abort(any_rig, consumer, load)
-    any_rig.step_until(lambda: offer.request_id in producer.seen.sent, "the lease has ended")
+    any_rig.step_until(
+        lambda: offer.request_id in producer.seen.sent, "the lease has ended"
+    )
     free(consumer, load)
     any_rig.transfer(producer, consumer)
 
 
-def test_aborts_of_loads_that_have_ended_or_are_unknown_change_nothing(rig: Rig) -> None:
+def test_aborts_of_loads_that_have_ended_or_are_unknown_change_nothing(
+    rig: Rig,
+) -> None:
     producer, consumer = rig.pair()
     load = rig.transfer(producer, consumer)
     orders = StepOrders(boot=consumer.boot, cancels=(load.request_id, "unknown"))
@@ -279,7 +305,9 @@ def test_aborts_of_loads_that_have_ended_or_are_unknown_change_nothing(rig: Rig)
     assert not consumer.seen.failed
 
 
-def parked_beside(rig: Rig, producer: Engine, consumer: Engine) -> tuple[str, OrderedLoad]:
+def parked_beside(
+    rig: Rig, producer: Engine, consumer: Engine
+) -> tuple[str, OrderedLoad]:
     running = producer.start_prefill(5, seed=5)
     load = consumer.load(producer.finish_prefill(running).params)
     return running, load
@@ -288,10 +316,15 @@ def parked_beside(rig: Rig, producer: Engine, consumer: Engine) -> tuple[str, Or
 def test_a_storm_of_aborts_leaves_the_others_alone(rig: Rig) -> None:
     """Every second of many loads that wait for one producer."""
     settings = replace(SETTINGS, lease_slots=256, max_loads=8)
-    producer, consumer = rig.pair(shape=CacheShape(blocks=300, layers=1), settings=settings)
+    producer, consumer = rig.pair(
+        shape=CacheShape(blocks=300, layers=1), settings=settings
+    )
     rig.transfer(producer, consumer)
     running = [producer.start_prefill(tokens=5, seed=5 + n) for n in range(60)]
-    loads = [consumer.load(producer.finish_prefill(request_id).params) for request_id in running]
+    loads = [
+        consumer.load(producer.finish_prefill(request_id).params)
+        for request_id in running
+    ]
     wait_until(lambda: consumer.parked_loads() >= len(loads), "they are parked", 60.0)
     abort(rig, consumer, *loads[::2])
     for number, load in list(enumerate(loads))[1::2]:

@@ -9,7 +9,13 @@ import msgspec
 import pytest
 
 from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
-from kvferry.protocol.orders import FailureReason, LeaseOpen, StepOrders, encode_head, encode_orders
+from kvferry.protocol.orders import (
+    FailureReason,
+    LeaseOpen,
+    StepOrders,
+    encode_head,
+    encode_orders,
+)
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_mac import sign_params
 from tests.harness.cache_engine import SETTINGS
@@ -21,14 +27,18 @@ TOKENS = 10
 SHAPE_BLOCKS = 48
 
 
-def _fails(rig: Rig, producer: Engine, consumer: Engine, params: RemotePrefill) -> FailureReason:
+def _fails(
+    rig: Rig, producer: Engine, consumer: Engine, params: RemotePrefill
+) -> FailureReason:
     data_reads = consumer.fabric.calls["post_data_read"]
     load = consumer.load(params)
     reason = rig.until_over(consumer, load)
     assert reason is not None
     assert consumer.fabric.calls["post_data_read"] == data_reads
     for found, before in zip(consumer.caches.memory, load.before, strict=True):
-        assert (found == before).all(), "a load that failed before its read has written something"
+        assert (found == before).all(), (
+            "a load that failed before its read has written something"
+        )
     consumer.free(load)
     rig.transfer(producer, consumer, seed=8)
     return reason
@@ -61,7 +71,10 @@ WRONG_LEASES: dict[str, tuple[Callable[[Offer], dict[str, Any]], FailureReason]]
         FailureReason.PARAMS,
     ),
     "the largest slot": (lambda _: {"lease_slot": 2**24 - 1}, FailureReason.PARAMS),
-    "the slot of another lease": (lambda other: {"lease_slot": other.slot}, FailureReason.FENCE),
+    "the slot of another lease": (
+        lambda other: {"lease_slot": other.slot},
+        FailureReason.FENCE,
+    ),
     "another epoch": (lambda _: {"lease_epoch": "0" * 14 + "1"}, FailureReason.FENCE),
 }
 
@@ -72,7 +85,10 @@ def test_signed_params_that_name_no_lease_of_their_own_fail(
 ) -> None:
     producer, consumer = rig.pair()
     other, own = producer.prefill(TOKENS, seed=1), producer.prefill(TOKENS, seed=2)
-    assert _fails(rig, producer, consumer, producer.changed(own, ticket=wrong(other))) is reason
+    assert (
+        _fails(rig, producer, consumer, producer.changed(own, ticket=wrong(other)))
+        is reason
+    )
 
 
 def _with(**fields: Any) -> Callable[[RemotePrefill], RemotePrefill]:
@@ -80,7 +96,9 @@ def _with(**fields: Any) -> Callable[[RemotePrefill], RemotePrefill]:
 
 
 def _with_ticket(**fields: Any) -> Callable[[RemotePrefill], RemotePrefill]:
-    return lambda params: _with(kvferry=msgspec.structs.replace(params.kvferry, **fields))(params)
+    return lambda params: _with(
+        kvferry=msgspec.structs.replace(params.kvferry, **fields)
+    )(params)
 
 
 CHANGED: dict[str, Callable[[RemotePrefill], RemotePrefill]] = {
@@ -91,7 +109,9 @@ CHANGED: dict[str, Callable[[RemotePrefill], RemotePrefill]] = {
     "another slot": _with_ticket(lease_slot=7),
     "a longer lease": _with_ticket(lease_s=10_000.0),
     "another MAC": _with_ticket(mac="f" * 64),
-    "a MAC under a key that the client chose": lambda params: sign_params(params, b"x" * 32),
+    "a MAC under a key that the client chose": lambda params: sign_params(
+        params, b"x" * 32
+    ),
 }
 
 
@@ -109,7 +129,8 @@ def test_orders_of_which_one_is_wrong_do_not_spoil_the_others(any_rig: Rig) -> N
     offers = [producer.prefill(TOKENS, seed=seed) for seed in range(4)]
     wrong = producer.changed(offers[1], remote_block_ids=((10**6,),))
     loads = [
-        consumer.load(wrong if index == 1 else offer.params) for index, offer in enumerate(offers)
+        consumer.load(wrong if index == 1 else offer.params)
+        for index, offer in enumerate(offers)
     ]
     assert [any_rig.until_over(consumer, load) for load in loads] == [
         None,
@@ -134,17 +155,23 @@ def test_requests_whose_prefill_has_failed_fail_in_the_same_step_whatever_the_tr
     rig.transfer(producer, consumer)
     orders = StepOrders(boot="0" * 32, fails=("failed",))
     consumer.workers[0].carry_out(encode_head(orders), b"")
-    assert consumer.workers[0].take_results().failed == {"failed": FailureReason.PREFILL}
+    assert consumer.workers[0].take_results().failed == {
+        "failed": FailureReason.PREFILL
+    }
     rig.transfer(producer, consumer)
 
 
-def test_loads_of_orders_that_cannot_be_read_fail_and_later_ones_are_good(rig: Rig) -> None:
+def test_loads_of_orders_that_cannot_be_read_fail_and_later_ones_are_good(
+    rig: Rig,
+) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     params = producer.prefill(10).params
     assert consumer.loads.offer("lost", params, 10, 0.0) is None
     blocks = consumer.take_blocks(10)
-    consumer.loads.allocated("lost", consumer.loads.matched_tokens("lost", 0), (blocks,))
+    consumer.loads.allocated(
+        "lost", consumer.loads.matched_tokens("lost", 0), (blocks,)
+    )
     orders = StepOrders(boot=consumer.boot, loads=consumer.loads.take_orders())
     consumer.worker.carry_out(encode_head(orders), encode_orders(orders)[:-3])
     rig.step_until(lambda: consumer.seen.failed, "the load has failed")
@@ -155,7 +182,9 @@ def test_loads_of_orders_that_cannot_be_read_fail_and_later_ones_are_good(rig: R
     rig.transfer(producer, consumer, seed=3)
 
 
-@pytest.mark.parametrize("head", [b"", b"\xc1", encode_orders(StepOrders(boot="0" * 32))[:-1]])
+@pytest.mark.parametrize(
+    "head", [b"", b"\xc1", encode_orders(StepOrders(boot="0" * 32))[:-1]]
+)
 def test_a_head_that_cannot_be_read_is_counted_and_stops_nothing_else(
     rig: Rig, head: bytes
 ) -> None:

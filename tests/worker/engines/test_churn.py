@@ -28,13 +28,19 @@ WARM_UP = 30
 MAX_PEERS = 8
 SMALL = CacheShape(blocks=24)
 ROOMY = replace(
-    SETTINGS, max_peers=MAX_PEERS, staging_pool_bytes=1 << 16, handshake_timeout_s=10.0, max_loads=8
+    SETTINGS,
+    max_peers=MAX_PEERS,
+    staging_pool_bytes=1 << 16,
+    handshake_timeout_s=10.0,
+    max_loads=8,
 )
 MIB = 1 << 20
 
 
 def _rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 def _fds() -> int:
@@ -63,9 +69,18 @@ def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
             if number == WARM_UP:
                 _at_rest(consumer)
                 gc.collect()
-                before = (_fds(), threading.active_count(), _rss_bytes(), len(gc.get_objects()))
+                before = (
+                    _fds(),
+                    threading.active_count(),
+                    _rss_bytes(),
+                    len(gc.get_objects()),
+                )
         registry = thread_of(consumer.worker).registry
-        wait_until(lambda: not len(registry.snapshot().handshakes), "no handshake is left", 60.0)
+        wait_until(
+            lambda: not len(registry.snapshot().handshakes),
+            "no handshake is left",
+            60.0,
+        )
         handles = _at_rest(consumer)
         assert handles.peers <= MAX_PEERS
         assert handles.prepared == 2 + handles.peers * _lists_of_a_peer(consumer)
@@ -88,6 +103,7 @@ def test_producers_that_come_and_go_leave_nothing_with_their_consumer() -> None:
 
 def _lists_of_a_peer(consumer: Engine) -> int:
     (lists,) = {
-        len(peer.made) - len(peer.routes) for peer in thread_of(consumer.worker).registry.peers()
+        len(peer.made) - len(peer.routes)
+        for peer in thread_of(consumer.worker).registry.peers()
     }
     return lists

@@ -33,7 +33,9 @@ def _stuck(rig: Rig) -> tuple[Engine, Engine, OrderedLoad]:
 
 def _stick(rig: Rig, producer: Engine, consumer: Engine) -> OrderedLoad:
     reads = consumer.fabric.calls["post_data_read"]
-    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(
+        producer.fabric.agent_name
+    )
     load = consumer.load(producer.prefill(tokens=10, seed=6).params)
     wait_until(lambda: consumer.fabric.calls["post_data_read"] > reads, "it reads")
     return load
@@ -57,7 +59,9 @@ def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_rea
     )
     assert (consumer.caches.cells(0)[list(load.blocks)] == POISON).all()
     polls = consumer.fabric.calls["poll"]
-    wait_until(lambda: consumer.fabric.calls["poll"] > polls + 3, "its read is looked after")
+    wait_until(
+        lambda: consumer.fabric.calls["poll"] > polls + 3, "its read is looked after"
+    )
     assert consumer.collect()[0].alive is None, "nothing has changed"
     assert consumer.fabric.transfers() == 1
     rig.network.thaw(producer.fabric.agent_name)
@@ -82,7 +86,9 @@ def test_a_load_of_a_producer_that_never_finishes_misses_its_deadline_and_leaves
     rig.step_until(lambda: consumer.seen.failed, "the deadline", only=consumer)
     assert TIMEOUT_S - 0.01 < time.monotonic() - began_s < SETTINGS.load_timeout_s
     assert consumer.seen.failed == {load.request_id: FailureReason.DEADLINE}
-    rig.step_until(lambda: not consumer.seen.alive, "its slot read has ended", only=consumer)
+    rig.step_until(
+        lambda: not consumer.seen.alive, "its slot read has ended", only=consumer
+    )
     assert consumer.all_entries_are_free()
 
 
@@ -92,7 +98,9 @@ def test_a_load_that_never_gets_its_turn_misses_its_deadline(rig: Rig) -> None:
     loads = [_stick(rig, producer, consumer)]
     loads += [consumer.load(producer.prefill(tokens=5).params) for _ in range(2)]
     reads, polls = consumer.fabric.calls["post_read"], consumer.fabric.calls["poll"]
-    wait_until(lambda: consumer.fabric.calls["poll"] > polls + 20, "the orders have been taken")
+    wait_until(
+        lambda: consumer.fabric.calls["poll"] > polls + 20, "the orders have been taken"
+    )
     assert consumer.fabric.calls["post_read"] == reads
     consumer.set_timeouts(load_s=0.0)
     for load in loads:
@@ -113,7 +121,9 @@ def test_a_load_that_waits_for_the_staging_pool_misses_its_deadline_and_its_plac
     consumer = rig.engine("C", shape=CacheShape(axes="bth"), settings=staged)
     rig.transfer(producer, consumer)
     pool = consumer.pool
-    waves = [pool.try_take(f"other-{n}", f"peer-{n}", pool.largest_wave) for n in range(7)]
+    waves = [
+        pool.try_take(f"other-{n}", f"peer-{n}", pool.largest_wave) for n in range(7)
+    ]
     assert all(wave is not None for wave in waves)
     consumer.set_timeouts(load_s=TIMEOUT_S)
     load = consumer.load(producer.prefill(tokens=10).params)
@@ -167,13 +177,19 @@ def test_a_post_that_does_not_return_fails_the_load_in_time_and_its_blocks_are_n
     wait_until(lambda: consumer.fabric.calls["post_data_read"] > posts, "it is stuck")
     ahead_s = SETTINGS.load_timeout_s
     consumer.step()
-    assert not consumer.seen.failed, "it has to be late for longer than a pause of the process"
+    assert not consumer.seen.failed, (
+        "it has to be late for longer than a pause of the process"
+    )
     ahead_s += 1.0
-    rig.step_until(lambda: consumer.seen.failed, "the deadline", only=consumer, timeout_s=60.0)
+    rig.step_until(
+        lambda: consumer.seen.failed, "the deadline", only=consumer, timeout_s=60.0
+    )
     assert consumer.seen.failed == {load.request_id: FailureReason.DEADLINE}
     assert consumer.seen.alive == {load.request_id}
     go_on.set()
-    rig.step_until(lambda: not consumer.seen.alive, "the post has returned, and the read has ended")
+    rig.step_until(
+        lambda: not consumer.seen.alive, "the post has returned, and the read has ended"
+    )
     assert load.request_id not in consumer.seen.loaded, "it is not reported again"
     assert list(consumer.seen.failed) == [load.request_id]
     check_worker(consumer.worker, idle=True)

@@ -32,7 +32,9 @@ from tests.harness.rig import Rig
 ON_HOST = replace(SETTINGS, host_buffer=True)
 SHAPES = {
     "alike": CacheShape(),
-    "one allocation, two kernel blocks a scheduler block": CacheShape(one_storage=True, ratio=2),
+    "one allocation, two kernel blocks a scheduler block": CacheShape(
+        one_storage=True, ratio=2
+    ),
     "tokens outermost, with gaps": CacheShape(axes="tbh", gap_bytes=24),
     "a whole block a cell": CacheShape(tile_tokens=4, cell_bytes=64),
 }
@@ -52,17 +54,22 @@ def test_every_byte_arrives_through_host_memory(
     for tokens in (4, 8, 24):
         any_rig.transfer(producer, consumer, tokens=tokens, seed=tokens)
         totals = consumer.seen.totals[-1]
-        assert totals.staged_bytes == (totals.planned_bytes if sides != "producer" else 0)
+        assert totals.staged_bytes == (
+            totals.planned_bytes if sides != "producer" else 0
+        )
 
 
 def test_peers_read_the_copy_and_never_the_caches(any_rig: Rig) -> None:
     producer, consumer = any_rig.pair(settings=ON_HOST)
     for part in producer.caches.memory:
         inside = range(part.ctypes.data, part.ctypes.data + part.nbytes)
-        assert not any(tensor.base in inside for tensor in producer.worker.description.tensors)
+        assert not any(
+            tensor.base in inside for tensor in producer.worker.description.tensors
+        )
     offer = producer.prefill(tokens=10, seed=3)
     any_rig.step_until(
-        lambda: producer.word(offer) & 0xF == SlotState.READY, "the blocks have been copied"
+        lambda: producer.word(offer) & 0xF == SlotState.READY,
+        "the blocks have been copied",
     )
     producer.caches.fill(offer.blocks, 0x77)
     load = consumer.load(offer.params)
@@ -94,7 +101,9 @@ def test_a_request_that_is_larger_than_one_copy_is_ready_when_the_last_part_has_
     producer = any_rig.engine("P", settings=ON_HOST)
     monkeypatch.setattr(ReferenceRelayout, "try_start", noted)
     offer = producer.prefill(tokens=26, seed=4)
-    any_rig.step_until(lambda: producer.word(offer) & 0xF == SlotState.READY, "it is copied")
+    any_rig.step_until(
+        lambda: producer.word(offer) & 0xF == SlotState.READY, "it is copied"
+    )
     assert len(copies) == len(offer.blocks) > 1
     consumer = any_rig.engine("C", settings=ON_HOST)
     load = consumer.load(offer.params)
@@ -130,7 +139,12 @@ def test_parts_that_find_no_room_are_copied_later_each_once_and_in_order(
     caches = ToyCaches(SHAPE, 0)
     mirror = host_mirror.HostMirror(caches.kv, (SHAPE.group,))
     waves: deque[Blocks] = deque([((1,),), ((2,),), ((3,),)])
-    assert [mirror.try_copy(waves) for _ in range(4)] == [None, None, None, relayout.done]
+    assert [mirror.try_copy(waves) for _ in range(4)] == [
+        None,
+        None,
+        None,
+        relayout.done,
+    ]
     assert relayout.copied == [1, 2, 3]
 
 
@@ -162,7 +176,10 @@ def test_a_producer_pins_its_caches_copy_and_its_pool_in_whole_pages_and_no_more
     cuda: FakeCuda, rig: Rig
 ) -> None:
     producer = rig.engine("P", device=cuda.device, settings=PINNED)
-    mirrors = [-(-part.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for part in producer.caches.memory]
+    mirrors = [
+        -(-part.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        for part in producer.caches.memory
+    ]
     assert sorted(cuda.registered.values()) == sorted([*mirrors, POOL_BYTES])
     assert not any(address % mmap.PAGESIZE for address in cuda.registered)
 
@@ -172,13 +189,17 @@ def test_a_consumer_pins_its_pool_and_keeps_and_registers_no_copy_of_its_caches(
 ) -> None:
     producer = rig.engine("P", device=cuda.device, settings=PINNED)
     before = set(cuda.registered)
-    consumer = rig.engine("C", device=cuda.device, settings=replace(PINNED, is_read_from=False))
-    assert [length for address, length in cuda.registered.items() if address not in before] == [
-        POOL_BYTES
-    ]
+    consumer = rig.engine(
+        "C", device=cuda.device, settings=replace(PINNED, is_read_from=False)
+    )
+    assert [
+        length for address, length in cuda.registered.items() if address not in before
+    ] == [POOL_BYTES]
     fabric = consumer.fabric.inner
     assert isinstance(fabric, MemoryFabric)
-    starts = {tensor.untyped_storage().data_ptr() for tensor in consumer.caches.kv.storages}
+    starts = {
+        tensor.untyped_storage().data_ptr() for tensor in consumer.caches.kv.storages
+    }
     assert not starts & {region.address for region in fabric.registered}
     rig.transfer(producer, consumer)
     cuda.check()
@@ -200,7 +221,11 @@ def test_memory_is_unpinned_once_and_after_the_transfer_thread_and_the_fabric_ha
     rig.retire(producer)
     producer.worker.close()
     assert set(pinned_at_close) == {everything, everything // 2}
-    assert cuda.names().count("cudaHostUnregister") == everything // 2 == len(cuda.registered)
+    assert (
+        cuda.names().count("cudaHostUnregister")
+        == everything // 2
+        == len(cuda.registered)
+    )
     last = cuda.names().index("cudaHostUnregister")
     assert producer.worker.snapshot(ANSWER_WITHIN_S) is None, "its thread has ended"
     assert {call.name for call in cuda.calls[last:]} == {"cudaHostUnregister"}
@@ -210,7 +235,9 @@ def test_memory_that_cannot_be_pinned_stops_the_start_with_its_size(
     cuda: FakeCuda, rig: Rig
 ) -> None:
     cuda.host_error = 2
-    with pytest.raises(InvalidConfig, match=r"room for \d+ bytes .* error 2") as refused:
+    with pytest.raises(
+        InvalidConfig, match=r"room for \d+ bytes .* error 2"
+    ) as refused:
         rig.engine("P", device=cuda.device, settings=PINNED)
     assert refused.value.field == "kv_buffer_device"
 
@@ -221,7 +248,9 @@ def test_a_start_that_cannot_pin_all_of_its_memory_unpins_the_rest(
     """The pool is pinned first, then the copy of the caches, part by part."""
     register = cuda.cudaHostRegister
     monkeypatch.setattr(
-        cuda, "cudaHostRegister", lambda *of: 2 if len(cuda.registered) == 2 else register(*of)
+        cuda,
+        "cudaHostRegister",
+        lambda *of: 2 if len(cuda.registered) == 2 else register(*of),
     )
     with pytest.raises(InvalidConfig, match="error 2"):
         rig.engine("P", device=cuda.device, settings=PINNED)
@@ -268,7 +297,9 @@ def test_after_a_launch_that_raised_the_blocks_wait_for_the_stream_that_it_was_o
         raise RuntimeError("of the test")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.worker.relayout.triton_relayout.launch_relayout", launch_and_raise)
+        patched.setattr(
+            "kvferry.worker.relayout.triton_relayout.launch_relayout", launch_and_raise
+        )
         load = consumer.load(producer.prefill(tokens=10).params)
         assert rig.until_over(consumer, load) is FailureReason.TRANSFER
     used = [call for call in cuda.calls[begun:] if call.thread == "kvferry-transfer"]

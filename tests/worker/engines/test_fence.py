@@ -47,7 +47,9 @@ def lease_ends_during_the_read(
     return producer, consumer, offer, reason, consumer.has_bytes(load, offer.seed)
 
 
-def test_a_load_whose_blocks_were_given_away_during_the_read_is_never_good(any_rig: Rig) -> None:
+def test_a_load_whose_blocks_were_given_away_during_the_read_is_never_good(
+    any_rig: Rig,
+) -> None:
     producer, consumer, offer, reason, has_bytes = lease_ends_during_the_read(any_rig)
     assert reason is FailureReason.FENCE
     assert not has_bytes, "the test did not corrupt anything"
@@ -77,7 +79,9 @@ def test_a_lease_that_computes_again_after_the_read_is_no_good_either(rig: Rig) 
     epoch = epoch_from_text(offer.params.kvferry.lease_epoch)
 
     def computes_again() -> None:
-        slots_of(producer.worker).words[offer.slot] = slot_word(epoch, SlotState.COMPUTING)
+        slots_of(producer.worker).words[offer.slot] = slot_word(
+            epoch, SlotState.COMPUTING
+        )
 
     consumer.fabric.on_data_read = computes_again
     assert rig.until_over(consumer, consumer.load(offer.params)) is FailureReason.FENCE
@@ -90,7 +94,11 @@ def test_a_lease_that_a_consumer_waits_for_is_renewed_beyond_its_time(rig: Rig) 
     consumer.fabric.on_data_read = lambda: _wait(stalled)
     load = consumer.load(offer.params)
     rig.step_until(
-        lambda: producer.counters.total("heartbeats") + consumer.counters.total("heartbeats") >= 8,
+        lambda: (
+            producer.counters.total("heartbeats")
+            + consumer.counters.total("heartbeats")
+            >= 8
+        ),
         "renewals",
     )
     assert producer.word(offer) != EMPTY

@@ -33,7 +33,9 @@ def word_of(offer: Offer, state: SlotState) -> int:
     return slot_word(epoch_from_text(offer.params.kvferry.lease_epoch), state)
 
 
-def test_a_load_brings_every_byte_and_both_sides_are_notified_once(any_rig: Rig) -> None:
+def test_a_load_brings_every_byte_and_both_sides_are_notified_once(
+    any_rig: Rig,
+) -> None:
     producer, consumer = any_rig.pair()
     offer = producer.prefill(tokens=10, seed=7)
     load = consumer.load(offer.params)
@@ -52,7 +54,9 @@ def test_a_load_brings_every_byte_and_both_sides_are_notified_once(any_rig: Rig)
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("tokens", [1, 8, 9, 15])
-def test_strides_and_lengths_do_not_matter(rig: Rig, shape: CacheShape, tokens: int) -> None:
+def test_strides_and_lengths_do_not_matter(
+    rig: Rig, shape: CacheShape, tokens: int
+) -> None:
     producer, consumer = rig.pair(shape=shape)
     offer = producer.prefill(tokens=tokens, seed=tokens)
     load = consumer.load(offer.params)
@@ -68,7 +72,9 @@ def test_strides_and_lengths_do_not_matter(rig: Rig, shape: CacheShape, tokens: 
         assert (found == wanted).all()
 
 
-def test_what_the_consumer_has_already_is_neither_read_nor_touched(any_rig: Rig) -> None:
+def test_what_the_consumer_has_already_is_neither_read_nor_touched(
+    any_rig: Rig,
+) -> None:
     producer, consumer = any_rig.pair()
     offer = producer.prefill(tokens=22, seed=3)
     load = consumer.load(offer.params, local_tokens=12)
@@ -76,7 +82,11 @@ def test_what_the_consumer_has_already_is_neither_read_nor_touched(any_rig: Rig)
     consumer.check_bytes(load, seed=3)
     assert (consumer.caches.cells(0)[list(load.blocks[:3])] == 0xA5).all()
     (totals,) = consumer.seen.totals
-    assert totals.planned_bytes == totals.transferred_bytes == 3 * consumer.shape.block_bytes
+    assert (
+        totals.planned_bytes
+        == totals.transferred_bytes
+        == 3 * consumer.shape.block_bytes
+    )
     assert totals.descriptors > 0
     assert totals.load_s > 0
 
@@ -86,10 +96,14 @@ def test_a_load_waits_while_the_producer_still_computes(any_rig: Rig) -> None:
     request_id = producer.start_prefill(tokens=10, seed=2)
     offer = producer.finish_prefill(request_id)
     assert producer.word(offer) == word_of(offer, SlotState.COMPUTING)
-    producer.caches.fill(offer.blocks, 0x11)  # the last layers have not been written yet
+    producer.caches.fill(
+        offer.blocks, 0x11
+    )  # the last layers have not been written yet
     load = consumer.load(offer.params)
     any_rig.step_until(
-        lambda: consumer.fabric.calls["post_read"] > 5, "the slot is asked again", only=consumer
+        lambda: consumer.fabric.calls["post_read"] > 5,
+        "the slot is asked again",
+        only=consumer,
     )
     assert consumer.fabric.calls["post_data_read"] == 0
     assert consumer.fabric.transfers() <= 1, "every look gives its handle back"
@@ -107,7 +121,9 @@ def test_a_slot_says_ready_only_when_the_device_has_finished_with_the_blocks(
     monkeypatch.setattr(producer.worker, "_device", device)
     offer = producer.prefill(tokens=5)
     load = consumer.load(offer.params)
-    rig.step_until(lambda: consumer.fabric.calls["post_read"] > 5, "the slot is asked again")
+    rig.step_until(
+        lambda: consumer.fabric.calls["post_read"] > 5, "the slot is asked again"
+    )
     assert producer.word(offer) == word_of(offer, SlotState.COMPUTING)
     device.reach()
     assert rig.until_over(consumer, load) is None
@@ -122,7 +138,9 @@ def test_nothing_is_read_into_blocks_that_the_device_may_still_write(
     monkeypatch.setattr(consumer.worker, "_device", device)
     reads = consumer.fabric.calls["post_read"]
     load = consumer.load(producer.prefill(tokens=5, seed=4).params)
-    wait_until(lambda: any(mark.asked > 10 for mark in device.marks), "the device is asked")
+    wait_until(
+        lambda: any(mark.asked > 10 for mark in device.marks), "the device is asked"
+    )
     assert consumer.fabric.calls["post_read"] == reads
     device.reach()
     assert rig.until_over(consumer, load) is None
@@ -135,12 +153,15 @@ def test_more_loads_than_may_run_at_once_take_their_turn(any_rig: Rig) -> None:
     loads = [consumer.load(offer.params) for offer in offers]
     any_rig.step_until(lambda: len(consumer.seen.loaded) == 8, "all are loaded")
     assert all(
-        consumer.has_bytes(load, offer.seed) for load, offer in zip(loads, offers, strict=True)
+        consumer.has_bytes(load, offer.seed)
+        for load, offer in zip(loads, offers, strict=True)
     )
     any_rig.step_until(lambda: len(producer.seen.sent) == 8, "all blocks are free")
 
 
-def test_the_stages_of_a_good_load_follow_each_other_and_fill_its_time(any_rig: Rig) -> None:
+def test_the_stages_of_a_good_load_follow_each_other_and_fill_its_time(
+    any_rig: Rig,
+) -> None:
     producer, consumer = any_rig.pair()
     any_rig.transfer(producer, consumer)
     (load,) = consumer.seen.load_records
@@ -151,7 +172,9 @@ def test_the_stages_of_a_good_load_follow_each_other_and_fill_its_time(any_rig: 
     assert sum(lasted_s.values()) == pytest.approx(load.load_s)
 
 
-def test_the_record_of_a_failed_load_has_the_stage_in_which_it_failed(any_rig: Rig) -> None:
+def test_the_record_of_a_failed_load_has_the_stage_in_which_it_failed(
+    any_rig: Rig,
+) -> None:
     producer, consumer = any_rig.pair()
     offer = producer.prefill(tokens=10)
     producer.give_away(offer)

@@ -43,14 +43,20 @@ def waiting(rig: Rig, shared: bool) -> tuple[ServedStream, Any]:
 
 
 @pytest.mark.parametrize("block", [0, 47, 48, 2**31, 2**32 - 1])
-def test_ids_outside_the_cache_fail_the_load(rig: Rig, shared: bool, block: int) -> None:
+def test_ids_outside_the_cache_fail_the_load(
+    rig: Rig, shared: bool, block: int
+) -> None:
     stream, rows = waiting(rig, shared)
     stream.prefill.compute(8, stream.producer.take_blocks(8))
     row = stream.prefill.params.kvferry.stream_row  # type: ignore[union-attr]
-    stream.producer.launched.append(lambda: wait_until(lambda: rows.ids[row, 3], "it is listed"))
+    stream.producer.launched.append(
+        lambda: wait_until(lambda: rows.ids[row, 3], "it is listed")
+    )
     stream.producer.launched.append(lambda: rows.ids.__setitem__((row, 3), block))
     stream.producer.step()
-    if block == 47:  # some block of the cache: the bytes are wrong, and the producer's own fault
+    if (
+        block == 47
+    ):  # some block of the cache: the bytes are wrong, and the producer's own fault
         stream.compute_rest(8)
         assert stream.over() is None
     else:
@@ -127,14 +133,18 @@ def test_an_epoch_that_no_header_names_is_waited_for_until_the_deadline(
 def test_a_prompt_that_the_row_has_no_room_for_and_a_producer_without_rows_are_refused(
     rig: Rig, shared: bool
 ) -> None:
-    producer, consumer = pair(rig, settings=replace(STREAMS, row_blocks=(7,)), shared=shared)
+    producer, consumer = pair(
+        rig, settings=replace(STREAMS, row_blocks=(7,)), shared=shared
+    )
     stream = ServedStream.begin(rig, producer, consumer, tokens=30, first=5)
     stream.order()
     assert stream.over() is FailureReason.PARAMS
     stream.abort()
     plain = rig.engine("Q", shared=shared)
     load = consumer.load(
-        plain.changed(plain.prefill(tokens=10), ticket={"stream_row": 3}, remote_block_ids=((),))
+        plain.changed(
+            plain.prefill(tokens=10), ticket={"stream_row": 3}, remote_block_ids=((),)
+        )
     )
     assert rig.until_over(consumer, load) is FailureReason.PARAMS
 
@@ -157,9 +167,21 @@ def test_whatever_the_producer_writes_the_load_ends_and_nothing_breaks(
         params.kvferry.stream_row,
         epoch_from_text(params.kvferry.lease_epoch),
     )
-    words = [0, 2**64 - 1, draw.getrandbits(64), *(slot_word(epoch, state) for state in SlotState)]
+    words = [
+        0,
+        2**64 - 1,
+        draw.getrandbits(64),
+        *(slot_word(epoch, state) for state in SlotState),
+    ]
     words += [slot_word(Epoch(9), state) for state in SlotState]
-    headers = [0, 1, header_word(epoch), header_word(Epoch(9)), 2**64 - 1, draw.getrandbits(64)]
+    headers = [
+        0,
+        1,
+        header_word(epoch),
+        header_word(Epoch(9)),
+        2**64 - 1,
+        draw.getrandbits(64),
+    ]
     before = slots.words.copy(), slots.progress.copy(), rows.headers.copy()
     stream.consumer.set_timeouts(load_s=0.3)
     values = EntryRead.values
@@ -171,12 +193,16 @@ def test_whatever_the_producer_writes_the_load_ends_and_nothing_breaks(
 
     monkeypatch.setattr(EntryRead, "values", noted)
     for _ in range(draw.randint(1, 40)):
-        rows.ids[row] = draw.choices([draw.randrange(48), draw.getrandbits(32)], [8, 1])[0]
+        rows.ids[row] = draw.choices(
+            [draw.randrange(48), draw.getrandbits(32)], [8, 1]
+        )[0]
         rows.headers[row] = (
             draw.choice([header_word(epoch), draw.choice(headers)]),
             draw.choice(headers),
         )
-        slots.progress[slot] = progress_word(draw.choice([epoch, Epoch(9)]), draw.randrange(60))
+        slots.progress[slot] = progress_word(
+            draw.choice([epoch, Epoch(9)]), draw.randrange(60)
+        )
         slots.words[slot] = draw.choice(words)
         stream.consumer.step()
         before_look = len(looks)

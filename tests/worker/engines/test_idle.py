@@ -39,30 +39,43 @@ def test_without_work_the_threads_block(any_rig: Rig) -> None:
     wait_until(lambda: time.monotonic() > began_s + WINDOW_S, "the window is over")
     assert [_calls(engine) for engine in (producer, consumer)] == before
     assert producer.fabric.calls["take_notifications"] - taken <= 2
-    assert time.process_time() - cpu_s < 0.25 * WINDOW_S, "half of this is the waiting itself"
+    assert time.process_time() - cpu_s < 0.25 * WINDOW_S, (
+        "half of this is the waiting itself"
+    )
 
 
 def test_a_frozen_peer_that_was_given_up_is_polled_seldom(rig: Rig) -> None:
     producer, consumer = rig.pair(settings=replace(SETTINGS, handshake_timeout_s=0.1))
     rig.network.freeze(producer.fabric.agent_name)
-    assert rig.until_over(consumer, consumer.load(producer.prefill(tokens=5).params)) is not None
+    assert (
+        rig.until_over(consumer, consumer.load(producer.prefill(tokens=5).params))
+        is not None
+    )
     polls, began_s = consumer.fabric.calls["poll"], time.monotonic()
     wait_until(lambda: time.monotonic() > began_s + WINDOW_S, "the window is over")
     often = (consumer.fabric.calls["poll"] - polls) / (time.monotonic() - began_s)
     assert 5 < often < 200
 
 
-def test_closing_clears_the_lease_table_and_is_quick_even_with_a_read_under_way(rig: Rig) -> None:
+def test_closing_clears_the_lease_table_and_is_quick_even_with_a_read_under_way(
+    rig: Rig,
+) -> None:
     producer, consumer = rig.pair()
     offer = producer.prefill(tokens=5)
     wait_until(lambda: producer.word(offer) != EMPTY, "it is held")
-    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(
+        producer.fabric.agent_name
+    )
     consumer.load(offer.params)
-    wait_until(lambda: consumer.fabric.calls["post_data_read"] == 1, "the read is under way")
+    wait_until(
+        lambda: consumer.fabric.calls["post_data_read"] == 1, "the read is under way"
+    )
     for engine in (producer, consumer):
         began_s = time.monotonic()
         engine.worker.close()
-        assert time.monotonic() - began_s < 8.0, "a thread that does not end is waited for for 10 s"
+        assert time.monotonic() - began_s < 8.0, (
+            "a thread that does not end is waited for for 10 s"
+        )
         engine.worker.close()
         assert engine.fabric.calls["close"] >= 1
     assert producer.word(offer) == EMPTY
@@ -75,7 +88,9 @@ def test_closing_lets_a_read_that_is_about_to_end_do_so(rig: Rig) -> None:
     rig.transfer(producer, consumer)
     rig.network.polls_to_complete = 60
     load = consumer.load(offer.params)
-    wait_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "the read is under way")
+    wait_until(
+        lambda: consumer.fabric.calls["post_data_read"] == 2, "the read is under way"
+    )
     consumer.worker.close()
     assert not rig.network.released, "a read was released in flight"
     assert consumer.has_bytes(load, seed=5)
@@ -90,7 +105,9 @@ def test_a_thread_that_is_stuck_in_the_fabric_keeps_its_fabric(
     rig.transfer(producer, consumer)
     offer = consumer.prefill(tokens=5)
     released = [False]
-    consumer.fabric.on_data_read = lambda: wait_until(lambda: released[0], "the test lets go")
+    consumer.fabric.on_data_read = lambda: wait_until(
+        lambda: released[0], "the test lets go"
+    )
     consumer.load(producer.prefill(tokens=5).params)
     wait_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "it is stuck")
     consumer.worker.close()

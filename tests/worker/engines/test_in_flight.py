@@ -40,7 +40,9 @@ def _grace_is_over(rig: Rig, consumer: Engine) -> None:
 
 
 @promise(2)
-def test_blocks_of_a_read_that_failed_halfway_stay_out_of_use_for_the_grace(rig: Rig) -> None:
+def test_blocks_of_a_read_that_failed_halfway_stay_out_of_use_for_the_grace(
+    rig: Rig,
+) -> None:
     producer, consumer = rig.pair(settings=CAUTIOUS)
     rig.transfer(producer, consumer)
     name = producer.fabric.agent_name
@@ -57,9 +59,13 @@ def test_blocks_of_a_read_that_failed_halfway_stay_out_of_use_for_the_grace(rig:
 
 @promise(2)
 @pytest.mark.parametrize(
-    "error", [TransferFailed("test", "of the test"), RuntimeError("a bug")], ids=["failed", "bug"]
+    "error",
+    [TransferFailed("test", "of the test"), RuntimeError("a bug")],
+    ids=["failed", "bug"],
 )
-def test_a_post_that_raises_may_have_posted_something(rig: Rig, error: Exception) -> None:
+def test_a_post_that_raises_may_have_posted_something(
+    rig: Rig, error: Exception
+) -> None:
     producer, consumer = rig.pair(settings=CAUTIOUS)
     rig.transfer(producer, consumer)
     consumer.fabric.fail("post_data_read", lambda: error)
@@ -71,14 +77,20 @@ def test_a_post_that_raises_may_have_posted_something(rig: Rig, error: Exception
 
 @promise(2)
 @pytest.mark.parametrize("how", ["the post raises", "the read fails"])
-def test_a_wave_of_the_staging_pool_stays_out_of_use_as_well(rig: Rig, how: str) -> None:
+def test_a_wave_of_the_staging_pool_stays_out_of_use_as_well(
+    rig: Rig, how: str
+) -> None:
     producer = rig.engine("P", shape=CacheShape(axes="bht"), settings=STAGED)
     consumer = rig.engine("C", shape=CacheShape(axes="bth"), settings=STAGED)
     rig.transfer(producer, consumer)
     if how == "the post raises":
-        consumer.fabric.fail("post_data_read", lambda: TransferFailed("test", "of the test"))
+        consumer.fabric.fail(
+            "post_data_read", lambda: TransferFailed("test", "of the test")
+        )
     else:
-        consumer.fabric.on_data_read = lambda: rig.network.fail_reads(producer.fabric.agent_name)
+        consumer.fabric.on_data_read = lambda: rig.network.fail_reads(
+            producer.fabric.agent_name
+        )
     load = consumer.load(producer.prefill(tokens=30).params)
     _is_quarantined(rig, consumer, load)
     assert consumer.pool.snapshot().quarantined_bytes > 0

@@ -41,7 +41,9 @@ def _steal_a_wave(engine: Engine) -> Callable[[], object]:
 def _prepare_a_list(engine: Engine) -> Callable[[], object]:
     slot_reads = memory_of(engine.worker).slot_reads
     row = (int(slot_reads.words.ctypes.data), 8, 0, 8, 1)
-    made = engine.fabric.inner.prepare_local(DescriptorRows.from_tuples(MemoryKind.DRAM, [row]))
+    made = engine.fabric.inner.prepare_local(
+        DescriptorRows.from_tuples(MemoryKind.DRAM, [row])
+    )
     return lambda: engine.fabric.inner.release(made)
 
 
@@ -61,15 +63,24 @@ def _write_a_word(engine: Engine) -> Callable[[], object]:
 
 
 BREAKS = {
-    "an entry without an owner": (_steal_an_entry, "4608 entries are not 4607 free + 0 taken"),
+    "an entry without an owner": (
+        _steal_an_entry,
+        "4608 entries are not 4607 free + 0 taken",
+    ),
     "an entry that is free twice": (
         _free_an_entry_twice,
         "4608 entries are not 4609 free + 0 taken",
     ),
     "a wave without an owner": (_steal_a_wave, "the pool gave out"),
     "a list without an owner": (_prepare_a_list, "prepared,"),
-    "a transfer without an owner": (_post_a_read, "the fabric has 1 transfers, 0 are known"),
-    "a word without a lease": (_write_a_word, "1 words are not empty, and there are 0 leases"),
+    "a transfer without an owner": (
+        _post_a_read,
+        "the fabric has 1 transfers, 0 are known",
+    ),
+    "a word without a lease": (
+        _write_a_word,
+        "1 words are not empty, and there are 0 leases",
+    ),
 }
 
 
@@ -99,16 +110,22 @@ def test_what_does_not_add_up_is_found_with_all_the_sums(
 
 def test_a_load_under_way_adds_up_and_is_not_idle(rig: Rig) -> None:
     producer = rig.engine(
-        "P", shape=CacheShape(axes="bht"), settings=replace(SETTINGS, direct_min_bytes=1 << 20)
+        "P",
+        shape=CacheShape(axes="bht"),
+        settings=replace(SETTINGS, direct_min_bytes=1 << 20),
     )
     consumer = rig.engine(
         "C",
         shape=CacheShape(axes="bth"),
-        settings=replace(SETTINGS, direct_min_bytes=1 << 20, staging_pool_bytes=8 << 10),
+        settings=replace(
+            SETTINGS, direct_min_bytes=1 << 20, staging_pool_bytes=8 << 10
+        ),
     )
     broken = check_every_turn(consumer.worker)
     rig.transfer(producer, consumer)
-    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(
+        producer.fabric.agent_name
+    )
     load = consumer.load(producer.prefill(tokens=30).params)
     wait_until(lambda: consumer.fabric.calls["post_data_read"] > 2, "it reads", 60.0)
     check_worker(consumer.worker)
@@ -119,7 +136,9 @@ def test_a_load_under_way_adds_up_and_is_not_idle(rig: Rig) -> None:
     assert broken == [], "in every turn they were right"
 
 
-def test_an_error_that_is_gone_when_the_test_looks_is_found_all_the_same(rig: Rig) -> None:
+def test_an_error_that_is_gone_when_the_test_looks_is_found_all_the_same(
+    rig: Rig,
+) -> None:
     producer, consumer = rig.pair()
     broken = check_every_turn(consumer.worker)
     rig.transfer(producer, consumer)
@@ -139,9 +158,13 @@ def test_a_thread_that_is_stuck_is_reported_as_stuck(
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     go_on = [False]
-    consumer.fabric.on_data_read = lambda: wait_until(lambda: go_on[0], "the test lets go", 60.0)
+    consumer.fabric.on_data_read = lambda: wait_until(
+        lambda: go_on[0], "the test lets go", 60.0
+    )
     load = consumer.load(producer.prefill(tokens=5).params)
-    wait_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "it is stuck", 60.0)
+    wait_until(
+        lambda: consumer.fabric.calls["post_data_read"] == 2, "it is stuck", 60.0
+    )
     monkeypatch.setattr("tests.harness.integrity.ANSWER_WITHIN_S", 0.05)
     with pytest.raises(LocalProtocolError, match="has not answered within"):
         check_worker(consumer.worker)

@@ -7,7 +7,13 @@ import pytest
 from kvferry.link import limits
 from kvferry.link.limits import Backoff
 from kvferry.protocol.ids import EMPTY
-from kvferry.protocol.orders import FailureReason, LeaseEnd, StepOrders, encode_head, encode_orders
+from kvferry.protocol.orders import (
+    FailureReason,
+    LeaseEnd,
+    StepOrders,
+    encode_head,
+    encode_orders,
+)
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.leases import LeaseTable
 from kvferry.worker.peers.plan_cache import PlanCache
@@ -52,7 +58,9 @@ def test_errors_of_a_method_that_raises_again_and_again_fail_the_load(
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.TRANSFER
     if (method, error) == ("poll_data_read", "a bug"):
-        assert consumer.seen.alive == {load.request_id}, "it is unknown whether the read has ended"
+        assert consumer.seen.alive == {load.request_id}, (
+            "it is unknown whether the read has ended"
+        )
     if method == "poll":
         assert not consumer.seen.alive, "a read of the slot writes into no block"
     recovers(rig, producer, consumer)
@@ -64,7 +72,9 @@ def test_a_producer_that_cannot_be_notified_does_not_spoil_the_load(rig: Rig) ->
     consumer.fabric.fail("notify", ERRORS["a lost peer"])
     offer = producer.prefill(tokens=10)
     assert rig.until_over(consumer, consumer.load(offer.params)) is None
-    rig.step_until(lambda: consumer.seen.counts["failed_notifications"] == 1, "it is counted")
+    rig.step_until(
+        lambda: consumer.seen.counts["failed_notifications"] == 1, "it is counted"
+    )
     rig.step_until(lambda: offer.request_id in producer.seen.sent, "the lease runs out")
 
 
@@ -91,9 +101,13 @@ def test_loads_are_carried_out_although_the_leases_of_their_step_cannot_be(
     params = producer.prefill(tokens=10).params
     assert consumer.loads.offer("decode", params, 10, 0.0) is None
     blocks = consumer.take_blocks(10)
-    consumer.loads.allocated("decode", consumer.loads.matched_tokens("decode", 0), (blocks,))
+    consumer.loads.allocated(
+        "decode", consumer.loads.matched_tokens("decode", 0), (blocks,)
+    )
     end = LeaseEnd(request_id="held", slot=0, epoch=params.kvferry.lease_epoch)
-    orders = StepOrders(boot=consumer.boot, loads=consumer.loads.take_orders(), ends=(end,))
+    orders = StepOrders(
+        boot=consumer.boot, loads=consumer.loads.take_orders(), ends=(end,)
+    )
 
     def broken(*_: object) -> None:
         raise RuntimeError("unheard of")
@@ -130,7 +144,9 @@ def test_bugs_are_shown_as_bugs_and_do_not_flood_the_log(
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.TRANSFER
     polls = consumer.fabric.calls["poll"]
-    rig.step_until(lambda: consumer.fabric.calls["poll"] > polls + 20, "it is asked for often")
+    rig.step_until(
+        lambda: consumer.fabric.calls["poll"] > polls + 20, "it is asked for often"
+    )
     with_traceback = [record for record in caplog.records if record.exc_info]
     assert 1 <= len(with_traceback) < 10
     recovers(rig, producer, consumer)
@@ -145,7 +161,9 @@ def test_a_handshake_with_an_internal_error_is_a_failed_handshake(
         raise ZeroDivisionError("unheard of")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvferry.worker.peers.first_contact.SideChannelClient.describe", broken)
+        patched.setattr(
+            "kvferry.worker.peers.first_contact.SideChannelClient.describe", broken
+        )
         load = consumer.load(producer.prefill(tokens=3).params)
         assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
     assert "ZeroDivisionError" in caplog.text
@@ -159,7 +177,9 @@ def test_an_engine_starts_and_loads_although_its_own_plan_fails(
         raise KeyError("a bug")
 
     producer, consumer = rig.engine("P"), rig.engine("C")
-    monkeypatch.setattr("kvferry.worker.fabric.errors.internal_errors._quiet_until_s", 0.0)
+    monkeypatch.setattr(
+        "kvferry.worker.fabric.errors.internal_errors._quiet_until_s", 0.0
+    )
     with monkeypatch.context() as failing:
         failing.setattr(PlanCache, "plan", fail)
         consumer.worker.add_siblings(consumer.description.workers)

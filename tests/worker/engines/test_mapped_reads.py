@@ -41,7 +41,9 @@ def maps_of(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("shape", CONSUMERS.values(), ids=CONSUMERS)
-def test_every_byte_is_copied_and_the_fabric_reads_nothing(any_rig: Rig, shape: CacheShape) -> None:
+def test_every_byte_is_copied_and_the_fabric_reads_nothing(
+    any_rig: Rig, shape: CacheShape
+) -> None:
     producer, consumer = pair(any_rig, shape=shape)
     for number in range(1, 4):
         any_rig.transfer(producer, consumer, tokens=13, seed=number)
@@ -55,7 +57,9 @@ def test_every_byte_is_copied_and_the_fabric_reads_nothing(any_rig: Rig, shape: 
     assert consumer.all_entries_are_free()
 
 
-def test_long_loads_are_copied_launch_by_launch(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_loads_are_copied_launch_by_launch(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mapped_route, "LAUNCH_BYTES", 1)
     producer, consumer = pair(rig)
     rig.transfer(producer, consumer, tokens=13)
@@ -75,7 +79,9 @@ def test_a_lease_that_has_ended_fails_the_load(any_rig: Rig) -> None:
 @pytest.mark.parametrize("side", ["producer", "consumer"])
 def test_where_it_is_off_on_either_side_the_fabric_reads(rig: Rig, side: str) -> None:
     off = replace(SETTINGS, mapped_reads=False)
-    producer = rig.engine("P", shared=True, **{"settings": off} if side == "producer" else {})
+    producer = rig.engine(
+        "P", shared=True, **{"settings": off} if side == "producer" else {}
+    )
     consumer = rig.engine("C", **{"settings": off} if side == "consumer" else {})
     rig.transfer(producer, consumer)
     (record,) = consumer.seen.totals
@@ -97,7 +103,9 @@ def test_caches_in_private_memory_are_read_over_the_fabric_and_the_log_says_why(
     )
 
 
-def test_the_log_says_that_a_peer_is_mapped(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_that_a_peer_is_mapped(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     producer, consumer = pair(rig)
     with caplog.at_level(logging.INFO, "kvferry"):
         rig.transfer(producer, consumer)
@@ -107,7 +115,9 @@ def test_the_log_says_that_a_peer_is_mapped(rig: Rig, caplog: pytest.LogCaptureF
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    return [
+        record.message for record in caplog.records if record.levelno == logging.WARNING
+    ]
 
 
 def test_a_pair_of_one_host_that_reads_slowly_is_a_warning_with_what_helps(
@@ -123,7 +133,10 @@ def test_a_pair_of_one_host_that_reads_slowly_is_a_warning_with_what_helps(
     "why", ["mapped", "another host", "one namespace", "it does not know its own"]
 )
 def test_no_other_pair_is_warned_of(
-    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, why: str
+    rig: Rig,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    why: str,
 ) -> None:
     producer, consumer = pair(rig) if why == "mapped" else rig.pair()
     if why == "it does not know its own":
@@ -184,7 +197,9 @@ def test_a_load_that_waits_for_a_producer_is_failed_when_its_process_has_ended(
     load = consumer.load(offer.params)
     wait_until(lambda: consumer.parked_loads(), "it is parked")
     monkeypatch.setattr(WorkerMapping, "has_exited", lambda _: True)
-    step_until(lambda: consumer.seen.is_over(load.request_id), "it has failed", consumer)
+    step_until(
+        lambda: consumer.seen.is_over(load.request_id), "it has failed", consumer
+    )
     assert consumer.seen.failed[load.request_id] is FailureReason.TRANSFER
 
 

@@ -63,7 +63,9 @@ def test_an_idle_worker_takes_notifications_that_it_does_not_expect(rig: Rig) ->
         inbox = rig.network.agents[producer.fabric.agent_name].inbox
         wait_until(lambda: not inbox, "they are taken")  # noqa: B023 - called here
         rig.step_until(
-            lambda times=times: producer.seen.counts["bad_notifications"] == 100 * times,  # type: ignore[misc]
+            lambda times=times: (
+                producer.seen.counts["bad_notifications"] == 100 * times
+            ),  # type: ignore[misc]
             "they are counted",
         )
 
@@ -75,7 +77,9 @@ def test_one_worker_that_repeats_itself_does_not_free_what_its_sibling_still_rea
     offer = producer.prefill(tokens=10)
     bystander = producer.prefill(tokens=3)
     _send(rig, producer, *[_done(offer, worker=0, expected=2)] * 5, _done(bystander))
-    rig.step_until(lambda: producer.seen.sent == [bystander.request_id], "all six have been taken")
+    rig.step_until(
+        lambda: producer.seen.sent == [bystander.request_id], "all six have been taken"
+    )
     assert producer.word(offer) != EMPTY
     _send(rig, producer, _done(offer, worker=1, expected=2))
     rig.step_until(
@@ -91,7 +95,8 @@ def test_a_doubled_notification_counts_once(rig: Rig) -> None:
     rig.transfer(producer, consumer)
     rig.transfer(producer, consumer)
     rig.step_until(
-        lambda: producer.seen.counts["late_notifications"] == 1, "the second copy is counted"
+        lambda: producer.seen.counts["late_notifications"] == 1,
+        "the second copy is counted",
     )
     assert len(producer.seen.sent) == len(set(producer.seen.sent)) == 2
 
@@ -104,14 +109,17 @@ def test_a_notification_that_is_here_when_its_lease_is_ended_counts(rig: Rig) ->
     producer.fabric.on_data_read = lambda: wait_until(over.is_set, "both are here")
     offer, bystander = producer.prefill(tokens=10), producer.prefill(tokens=3)
     stuck = producer.load(consumer.prefill(tokens=10, seed=2).params)
-    wait_until(lambda: producer.fabric.calls["post_data_read"] == 2, "its thread is busy")
+    wait_until(
+        lambda: producer.fabric.calls["post_data_read"] == 2, "its thread is busy"
+    )
     _send(rig, producer, _done(offer))
     producer.end(offer)
     over.set()
     assert rig.until_over(producer, stuck) is None
     _send(rig, producer, _done(bystander))
     rig.step_until(
-        lambda: producer.seen.sent == [offer.request_id, bystander.request_id], "both are over"
+        lambda: producer.seen.sent == [offer.request_id, bystander.request_id],
+        "both are over",
     )
     assert producer.seen.counts["late_notifications"] == 0
 
@@ -124,7 +132,9 @@ def test_a_guessed_epoch_among_a_thousand_frees_nothing(rig: Rig) -> None:
         producer,
         *[_done(offer, epoch=epoch_to_text(Epoch(guess))) for guess in range(1, 1001)],
     )
-    rig.step_until(lambda: producer.seen.counts["late_notifications"] == 1000, "all are counted")
+    rig.step_until(
+        lambda: producer.seen.counts["late_notifications"] == 1000, "all are counted"
+    )
     assert rig.until_over(consumer, consumer.load(offer.params)) is None
 
 
@@ -148,11 +158,15 @@ def _wait_for_read_behind(consumer: Engine, reads: list[int]) -> None:
     )
 
 
-def test_a_load_is_over_while_the_read_behind_its_message_is_in_flight(rig: Rig) -> None:
+def test_a_load_is_over_while_the_read_behind_its_message_is_in_flight(
+    rig: Rig,
+) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     wait_until_idle(consumer.worker)
-    reads = _with_each_message(consumer, lambda: rig.network.freeze(producer.fabric.agent_name))
+    reads = _with_each_message(
+        consumer, lambda: rig.network.freeze(producer.fabric.agent_name)
+    )
     load = consumer.load(producer.prefill(tokens=10, seed=2).params)
     assert rig.until_over(consumer, load) is None
     consumer.check_bytes(load, seed=2)
@@ -165,14 +179,18 @@ def test_a_load_is_over_while_the_read_behind_its_message_is_in_flight(rig: Rig)
     assert consumer.all_entries_are_free()
 
 
-@pytest.mark.parametrize("error", [PeerLost("test", "gone"), TransferFailed("test", "of the test")])
+@pytest.mark.parametrize(
+    "error", [PeerLost("test", "gone"), TransferFailed("test", "of the test")]
+)
 def test_a_read_behind_a_message_that_cannot_be_posted_costs_the_load_nothing(
     rig: Rig, error: FabricError
 ) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     wait_until_idle(consumer.worker)
-    _with_each_message(consumer, lambda: consumer.fabric.fail("post_read", lambda: error))
+    _with_each_message(
+        consumer, lambda: consumer.fabric.fail("post_read", lambda: error)
+    )
     rig.transfer(producer, consumer)
     wait_until(lambda: consumer.fabric.failures_left("post_read") == 0, "it was tried")
     thread_of(consumer.worker).reader.grace_s = 0.0

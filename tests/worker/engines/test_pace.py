@@ -20,7 +20,12 @@ from tests.harness.inside import wait_for_link
 from tests.harness.integrity import snapshot_of
 from tests.harness.rig import Rig, rig_of
 from tests.waiting import wait_until
-from tests.worker.engines.test_staging import HEADS_OUTER, STAGED, TOKENS_OUTER, staged_pair
+from tests.worker.engines.test_staging import (
+    HEADS_OUTER,
+    STAGED,
+    TOKENS_OUTER,
+    staged_pair,
+)
 
 WINDOW_S = 0.4
 
@@ -76,13 +81,17 @@ def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_of
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     offer = producer.prefill(tokens=10)
-    wait_until(lambda: pauses_s[-1:] == [pace.MAX_NOTIFICATION_BACKOFF_S], "it has backed off")
+    wait_until(
+        lambda: pauses_s[-1:] == [pace.MAX_NOTIFICATION_BACKOFF_S], "it has backed off"
+    )
     before = producer.fabric.calls["take_notifications"]
     time.sleep(WINDOW_S)
     assert producer.fabric.calls["take_notifications"] - before <= WINDOW_S / 20e-3 + 1
     load = consumer.load(offer.params)
     assert rig.until_over(consumer, load) is None
-    rig.step_until(lambda: offer.request_id in producer.seen.sent, "what comes is taken")
+    rig.step_until(
+        lambda: offer.request_id in producer.seen.sent, "what comes is taken"
+    )
 
 
 POLLS = 3
@@ -109,7 +118,9 @@ def _asynchronous(consumer: Engine) -> None:
 def _ready_prefill(producer: Engine, tokens: int = 10) -> Offer:
     """An offer whose lease is READY: before that, a load reads the slot again and again, without progress."""
     offer = producer.prefill(tokens=tokens, seed=2)
-    wait_until(lambda: producer.word(offer) & 0xF == SlotState.READY, "the blocks may be read")
+    wait_until(
+        lambda: producer.word(offer) & 0xF == SlotState.READY, "the blocks may be read"
+    )
     return offer
 
 
@@ -184,7 +195,9 @@ def test_each_stage_of_a_load_begins_with_the_shortest_backoff(
 
 
 @pytest.mark.usefixtures("polling_takes_no_time")
-def test_each_wave_of_a_staged_load_resets_the_backoff(rig: Rig, paces: list[NotedPace]) -> None:
+def test_each_wave_of_a_staged_load_resets_the_backoff(
+    rig: Rig, paces: list[NotedPace]
+) -> None:
     producer, consumer = staged_pair(rig, HEADS_OUTER, TOKENS_OUTER, STAGED)
     rig.transfer(producer, consumer)
     offer = _ready_prefill(producer, tokens=64)
@@ -206,7 +219,9 @@ def test_a_load_that_merely_polls_is_polled_less_and_less_often(
     offer = _ready_prefill(producer)
     paces[1].begin(consumer.worker)
     backoff_us = paces[1].backoff_us
-    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(
+        producer.fabric.agent_name
+    )
     load = consumer.load(offer.params)
     wait_until(lambda: len(backoff_us) > 20, "it is polled again and again")
     rig.network.thaw(producer.fabric.agent_name)
@@ -241,13 +256,19 @@ def test_the_longer_it_takes_to_look_at_all_loads_the_less_often_that_is_done(
 LONG_S = 30.0
 
 
-def test_a_step_waits_for_a_load_that_is_under_way_and_for_nothing_else(rig: Rig) -> None:
+def test_a_step_waits_for_a_load_that_is_under_way_and_for_nothing_else(
+    rig: Rig,
+) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     may_go_on = threading.Event()
-    consumer.fabric.on_data_read = lambda: wait_until(may_go_on.is_set, "the step waits", LONG_S)
+    consumer.fabric.on_data_read = lambda: wait_until(
+        may_go_on.is_set, "the step waits", LONG_S
+    )
     load, taken = consumer.load(producer.prefill(10, 2).params), list[StepResults]()
-    step = threading.Thread(target=lambda: taken.append(consumer.worker.take_results(LONG_S)))
+    step = threading.Thread(
+        target=lambda: taken.append(consumer.worker.take_results(LONG_S))
+    )
     step.start()
     producer.step()  # by which the lease is ready
     may_go_on.set()

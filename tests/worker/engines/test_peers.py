@@ -30,11 +30,24 @@ def short_backoff(monkeypatch: pytest.MonkeyPatch, first_s: float) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["[::1]", "::1", "unknown.invalid", "*", "eth0;1.2.3.4", "a b", "\N{SNOWMAN}", "x" * 500],
+    [
+        "[::1]",
+        "::1",
+        "unknown.invalid",
+        "*",
+        "eth0;1.2.3.4",
+        "a b",
+        "\N{SNOWMAN}",
+        "x" * 500,
+    ],
 )
-def test_a_host_that_is_none_fails_the_load_and_nothing_else(rig: Rig, host: str) -> None:
+def test_a_host_that_is_none_fails_the_load_and_nothing_else(
+    rig: Rig, host: str
+) -> None:
     producer, consumer = rig.pair(settings=SHORT_TIMEOUT)
-    load = consumer.load(producer.changed(producer.prefill(tokens=10), remote_host=host))
+    load = consumer.load(
+        producer.changed(producer.prefill(tokens=10), remote_host=host)
+    )
     assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
     consumer.set_timeouts()
     rig.transfer(producer, consumer)
@@ -45,7 +58,9 @@ def test_a_description_of_another_engine_is_refused_from_any_sender(
 ) -> None:
     producer, consumer = rig.pair()
     other = msgspec.structs.replace(producer.description, engine_id="Q")
-    monkeypatch.setattr("kvferry.worker.peers.first_contact.read_description", lambda *_: other)
+    monkeypatch.setattr(
+        "kvferry.worker.peers.first_contact.read_description", lambda *_: other
+    )
     load = consumer.load(producer.prefill(tokens=10).params)
     assert rig.until_over(consumer, load) is FailureReason.REFUSED
     assert consumer.fabric.calls["add_peer"] == 0
@@ -54,12 +69,16 @@ def test_a_description_of_another_engine_is_refused_from_any_sender(
 def test_params_that_lead_back_to_the_engine_that_reads_are_refused(rig: Rig) -> None:
     producer, consumer = rig.pair()
     offer = producer.prefill(tokens=10)
-    load = consumer.load(producer.changed(offer, remote_engine_id="C", remote_port=consumer.port))
+    load = consumer.load(
+        producer.changed(offer, remote_engine_id="C", remote_port=consumer.port)
+    )
     assert rig.until_over(consumer, load) is FailureReason.REFUSED
     assert consumer.fabric.calls["add_peer"] == 0
 
 
-def test_two_engines_that_were_given_one_id_hand_over_to_each_other(any_rig: Rig) -> None:
+def test_two_engines_that_were_given_one_id_hand_over_to_each_other(
+    any_rig: Rig,
+) -> None:
     """Their boots tell them apart."""
     first, second = any_rig.engine("same"), any_rig.engine("same")
     any_rig.transfer(first, second, seed=1)
@@ -73,7 +92,9 @@ def test_two_producers_that_were_given_one_id_are_both_kept(
     for turn in range(4):
         for producer in (first, second):
             rig.transfer(producer, consumer, seed=turn)
-    assert [producer.counters.total("handshakes_served") for producer in (first, second)] == [1, 1]
+    assert [
+        producer.counters.total("handshakes_served") for producer in (first, second)
+    ] == [1, 1]
     assert caplog.text.count("has the engine id of") == 1
 
 
@@ -89,7 +110,10 @@ def test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgo
     any_rig.retire(producer)
     successor = any_rig.engine("P", port=producer.port)
     any_rig.transfer(successor, consumer, seed=2)
-    wait_until(lambda: old_agent not in consumer.fabric.peers, "the former life is disconnected")
+    wait_until(
+        lambda: old_agent not in consumer.fabric.peers,
+        "the former life is disconnected",
+    )
     assert any_rig.until_over(consumer, consumer.load(old_offer.params)) in (
         FailureReason.REFUSED,
         FailureReason.TRANSFER,
@@ -100,12 +124,17 @@ def test_an_engine_that_restarted_is_connected_anew_and_its_former_life_is_forgo
 
 
 @promise(1)
-def test_params_of_a_former_life_are_refused_when_only_the_new_one_is_known(rig: Rig) -> None:
+def test_params_of_a_former_life_are_refused_when_only_the_new_one_is_known(
+    rig: Rig,
+) -> None:
     producer, consumer = rig.pair()
     old_offer = producer.prefill(tokens=10)
     rig.retire(producer)
     successor = rig.engine("P", port=producer.port)
-    assert rig.until_over(consumer, consumer.load(old_offer.params)) is FailureReason.REFUSED
+    assert (
+        rig.until_over(consumer, consumer.load(old_offer.params))
+        is FailureReason.REFUSED
+    )
     rig.transfer(successor, consumer)
 
 
@@ -119,7 +148,14 @@ def test_an_unworkable_pair_is_refused_with_every_reason_by_name(
     with caplog.at_level(logging.WARNING):
         load = consumer.load(producer.prefill(tokens=10).params)
         assert rig.until_over(consumer, load) is FailureReason.PLAN
-    for named in ("model.fingerprint", "weights:1", "weights:2", "model.dtype", "uint8", "float16"):
+    for named in (
+        "model.fingerprint",
+        "weights:1",
+        "weights:2",
+        "model.dtype",
+        "uint8",
+        "float16",
+    ):
         assert named in caplog.text
     same_model = rig.engine("D", shape=CacheShape(cell_bytes=32))
     load = same_model.load(producer.prefill(tokens=10).params)
@@ -133,9 +169,13 @@ def test_a_peer_that_dies_during_a_read_fails_the_load_at_once(rig: Rig) -> None
     rig.transfer(producer, consumer)
     rig.network.polls_to_complete = 3
     offer = producer.prefill(tokens=10)
-    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(
+        producer.fabric.agent_name
+    )
     load = consumer.load(offer.params)
-    rig.step_until(lambda: consumer.fabric.calls["post_data_read"] == 2, "the read is under way")
+    rig.step_until(
+        lambda: consumer.fabric.calls["post_data_read"] == 2, "the read is under way"
+    )
     assert not consumer.seen.failed
     rig.network.kill(producer.fabric.agent_name)
     assert rig.until_over(consumer, load) is FailureReason.TRANSFER
@@ -150,7 +190,9 @@ def test_a_lost_peer_is_left_alone_for_the_backoff_and_connected_again_after_it(
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     short_backoff(monkeypatch, 0.4)
-    consumer.fabric.fail("post_data_read", lambda: PeerLost("test", "the test wanted it"))
+    consumer.fabric.fail(
+        "post_data_read", lambda: PeerLost("test", "the test wanted it")
+    )
     assert (
         rig.until_over(consumer, consumer.load(producer.prefill(tokens=5).params))
         is FailureReason.TRANSFER
@@ -162,7 +204,8 @@ def test_a_lost_peer_is_left_alone_for_the_backoff_and_connected_again_after_it(
         "it was asked again before the back-off was over"
     )
     rig.step_until(
-        lambda: time.monotonic() > lost_s + 0.6, "the longest that 0.4 s can become by jitter"
+        lambda: time.monotonic() > lost_s + 0.6,
+        "the longest that 0.4 s can become by jitter",
     )
     rig.transfer(producer, consumer)
     assert producer.counters.total("handshakes_served") == 2

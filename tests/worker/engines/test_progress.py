@@ -33,7 +33,9 @@ def staged_consumer(rig: Rig, *producers: str) -> tuple[Engine, list[Engine]]:
         rig.engine(name, shape=CacheShape(axes="bht", blocks=240), settings=STAGED)
         for name in producers
     ]
-    consumer = rig.engine("C", shape=CacheShape(axes="bth", blocks=240), settings=STAGED)
+    consumer = rig.engine(
+        "C", shape=CacheShape(axes="bth", blocks=240), settings=STAGED
+    )
     for producer in made:
         rig.transfer(producer, consumer)
     return consumer, made
@@ -45,7 +47,9 @@ def all_good(rig: Rig, consumer: Engine, loads: list[OrderedLoad]) -> None:
         assert consumer.has_bytes(load, seed=number + 1)
 
 
-def test_a_staged_load_whose_waves_end_in_time_is_good_however_many_they_are(rig: Rig) -> None:
+def test_a_staged_load_whose_waves_end_in_time_is_good_however_many_they_are(
+    rig: Rig,
+) -> None:
     consumer, (producer,) = staged_consumer(rig, "P")
     offer = producer.prefill(tokens=150, seed=1)
     link = SlowLink(consumer.fabric, READ_S)
@@ -69,7 +73,9 @@ def test_loads_that_share_a_slow_link_progress_while_the_ones_before_them_end(
     all_good(rig, consumer, [consumer.load(offer.params) for offer in offers])
 
 
-def test_a_read_that_is_lost_fails_its_load_although_later_reads_of_that_peer_end(rig: Rig) -> None:
+def test_a_read_that_is_lost_fails_its_load_although_later_reads_of_that_peer_end(
+    rig: Rig,
+) -> None:
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     link = SlowLink(consumer.fabric, 0.0, loses=lambda _: link.ended == 0)
@@ -87,7 +93,9 @@ def test_a_read_that_is_lost_fails_its_load_although_later_reads_of_that_peer_en
     link.mend()
 
 
-def test_no_progress_holds_a_load_for_ever(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_progress_holds_a_load_for_ever(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All waves end in time, but there are too many of them."""
     monkeypatch.setattr(deadline, "LONGEST", 2)
     consumer, (producer,) = staged_consumer(rig, "P")
@@ -102,9 +110,13 @@ def test_no_progress_holds_a_load_for_ever(rig: Rig, monkeypatch: pytest.MonkeyP
 
 def test_a_handshake_has_its_own_deadline_and_not_that_of_its_load(rig: Rig) -> None:
     with socket.create_server((HOST, 0)) as silent:
-        producer, consumer = rig.pair(settings=replace(SETTINGS, handshake_timeout_s=1.0))
+        producer, consumer = rig.pair(
+            settings=replace(SETTINGS, handshake_timeout_s=1.0)
+        )
         consumer.set_timeouts(load_s=0.1, handshake_s=1.0)
-        params = producer.changed(producer.prefill(10), remote_port=silent.getsockname()[1])
+        params = producer.changed(
+            producer.prefill(10), remote_port=silent.getsockname()[1]
+        )
         load = consumer.load(params)
         assert rig.until_over(consumer, load) is FailureReason.HANDSHAKE
 
@@ -161,7 +173,9 @@ def test_a_slot_that_opens_while_the_consumer_stands_still_is_found_open(
 
 
 @promise(6)
-def test_producers_that_stand_still_keep_no_third_one_from_the_staging_pool(rig: Rig) -> None:
+def test_producers_that_stand_still_keep_no_third_one_from_the_staging_pool(
+    rig: Rig,
+) -> None:
     """Before, two of them had half of it each."""
     consumer, (first, second, third) = staged_consumer(rig, "P", "Q", "R")
     still = {producer.fabric.agent_name for producer in (first, second)}
@@ -173,7 +187,10 @@ def test_producers_that_stand_still_keep_no_third_one_from_the_staging_pool(rig:
     ]
     consumer.set_timeouts(load_s=TIMEOUT_S)
     for load in late:
-        assert rig.until_over(consumer, load) in (FailureReason.DEADLINE, FailureReason.STAGING)
+        assert rig.until_over(consumer, load) in (
+            FailureReason.DEADLINE,
+            FailureReason.STAGING,
+        )
     consumer.set_timeouts()
     assert consumer.pool.snapshot().quarantined_bytes >= consumer.pool.capacity // 2
     began_s = time.monotonic()
@@ -191,7 +208,9 @@ def test_what_cannot_fit_beside_quarantined_waves_fails_soon_and_by_name(
     consumer, (producer,) = staged_consumer(rig, "P")
     pool, waves = consumer.pool, []
     for number in range(60):
-        wave = pool.try_take(f"load-{number}", f"peer-{number}", pool.largest_wave, at_least=256)
+        wave = pool.try_take(
+            f"load-{number}", f"peer-{number}", pool.largest_wave, at_least=256
+        )
         if wave is not None:
             pool.quarantine(wave)
             waves.append(wave)

@@ -35,7 +35,9 @@ class Fleet:
     def check(self, name: str, seed: int) -> None:
         """Check that this engine and every other read from each other, and renew and give back each other's leases."""
         others = [
-            (self.engines[name], engine) for other, engine in self.engines.items() if other != name
+            (self.engines[name], engine)
+            for other, engine in self.engines.items()
+            if other != name
         ]
         pairs = [*others, *((engine, this) for this, engine in others)]
         unread = [producer.prefill(tokens=10, seed=seed) for producer, _ in pairs]
@@ -48,10 +50,13 @@ class Fleet:
                 is None
             )
         wanted = {
-            (producer.name, offer.slot) for offer, (producer, _) in zip(unread, pairs, strict=True)
+            (producer.name, offer.slot)
+            for offer, (producer, _) in zip(unread, pairs, strict=True)
         }
         self._renewed.clear()
-        self._rig.step_until(lambda: wanted <= self._renewed, "every lease is renewed", 30.0)
+        self._rig.step_until(
+            lambda: wanted <= self._renewed, "every lease is renewed", 30.0
+        )
         for offer, (producer, consumer) in zip(unread, pairs, strict=True):
             consumer.loads.finished(f"waits-{offer.request_id}")  # it was aborted
             self._rig.step_until(
@@ -76,7 +81,9 @@ class Fleet:
         return engine
 
 
-def test_prompts_are_handed_over_and_leases_renewed_at_every_moment_of_a_rotation(rig: Rig) -> None:
+def test_prompts_are_handed_over_and_leases_renewed_at_every_moment_of_a_rotation(
+    rig: Rig,
+) -> None:
     fleet, seed = Fleet(rig, "ABC"), 1
     for name in "ABC":
         fleet.check(name, seed)

@@ -24,7 +24,10 @@ TOKENS_OUTER = CacheShape(axes="bth")
 PAIRS = {
     "HND to NHD": (HEADS_OUTER, TOKENS_OUTER),
     "NHD to HND": (TOKENS_OUTER, HEADS_OUTER),
-    "HND to NHD, block 4 to 8": (HEADS_OUTER, CacheShape(axes="bth", block_tokens=8, blocks=24)),
+    "HND to NHD, block 4 to 8": (
+        HEADS_OUTER,
+        CacheShape(axes="bth", block_tokens=8, blocks=24),
+    ),
     "HND to NHD, block 8 to 4": (CacheShape(block_tokens=8, blocks=24), TOKENS_OUTER),
     "NHD to HND, block 12 to 8": (
         CacheShape(axes="bth", block_tokens=12, blocks=24),
@@ -53,7 +56,9 @@ def assert_the_pool_is_whole(consumer: Engine) -> None:
     assert not consumer.pool.waiting
 
 
-@pytest.mark.parametrize(("producer_shape", "consumer_shape"), PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize(
+    ("producer_shape", "consumer_shape"), PAIRS.values(), ids=PAIRS
+)
 def test_what_is_staged_arrives_byte_by_byte(
     any_rig: Rig, producer_shape: CacheShape, consumer_shape: CacheShape
 ) -> None:
@@ -63,7 +68,10 @@ def test_what_is_staged_arrives_byte_by_byte(
         totals = consumer.seen.totals[-1]
         assert totals.staged_bytes == totals.planned_bytes > 0
     assert totals.waves > 1
-    assert totals.transferred_bytes in (totals.planned_bytes, 0)  # the fake has no telemetry
+    assert totals.transferred_bytes in (
+        totals.planned_bytes,
+        0,
+    )  # the fake has no telemetry
     assert_the_pool_is_whole(consumer)
 
 
@@ -84,14 +92,20 @@ def test_a_larger_pool_has_more_waves_and_not_larger_ones_than_the_kernels_table
 def test_many_large_loads_share_a_small_pool_and_all_of_them_end_well(rig: Rig) -> None:
     rig.network.polls_to_complete = 2
     shape = replace(HEADS_OUTER, blocks=240)
-    first, second = (rig.engine(name, shape=shape, settings=STAGED) for name in ("P", "Q"))
+    first, second = (
+        rig.engine(name, shape=shape, settings=STAGED) for name in ("P", "Q")
+    )
     consumer = rig.engine("C", shape=replace(TOKENS_OUTER, blocks=600), settings=STAGED)
     loads: list[tuple[OrderedLoad, int]] = []
     for seed in range(1, 13):
         producer = first if seed % 2 else second
-        loads.append((consumer.load(producer.prefill(tokens=100, seed=seed).params), seed))
+        loads.append(
+            (consumer.load(producer.prefill(tokens=100, seed=seed).params), seed)
+        )
     rig.step_until(
-        lambda: len(consumer.seen.loaded) == len(loads), "all loads are good", timeout_s=30.0
+        lambda: len(consumer.seen.loaded) == len(loads),
+        "all loads are good",
+        timeout_s=30.0,
     )
     for load, seed in loads:
         assert consumer.has_bytes(load, seed)
@@ -106,7 +120,9 @@ def test_a_wave_that_may_still_be_written_stays_in_quarantine_until_its_read_has
     consumer.set_timeouts(load_s=0.3)
     rig.network.polls_to_complete = 3
     offer = producer.prefill(tokens=60)
-    consumer.fabric.on_data_read = lambda: rig.network.freeze(producer.fabric.agent_name)
+    consumer.fabric.on_data_read = lambda: rig.network.freeze(
+        producer.fabric.agent_name
+    )
     load = consumer.load(offer.params)
     assert rig.until_over(consumer, load) is FailureReason.DEADLINE
     assert consumer.seen.alive == {load.request_id}

@@ -7,8 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.protocol.ids import EMPTY, Epoch, SlotState, epoch_to_text, progress_of, slot_word
-from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress, StepOrders
+from kvferry.protocol.ids import (
+    EMPTY,
+    Epoch,
+    SlotState,
+    epoch_to_text,
+    progress_of,
+    slot_word,
+)
+from kvferry.protocol.orders import (
+    LeaseEnd,
+    LeaseHold,
+    LeaseOpen,
+    LeaseProgress,
+    StepOrders,
+)
 from kvferry.protocol.stream_rows import (
     ID_BYTES,
     PAGE_IDS,
@@ -73,14 +86,21 @@ def row_of(engine: Engine) -> tuple[list[int], list[int]]:
     return rows.headers[ROW].tolist(), rows.ids[ROW, :4].tolist()
 
 
-COMPUTING, READY = slot_word(FIRST, SlotState.COMPUTING), slot_word(FIRST, SlotState.READY)
+COMPUTING, READY = (
+    slot_word(FIRST, SlotState.COMPUTING),
+    slot_word(FIRST, SlotState.READY),
+)
 
 
 def test_ids_come_with_the_orders_and_tokens_when_the_device_has_finished_the_step(
     rig: Rig,
 ) -> None:
     producer, clock = streaming_producer(rig)
-    order(producer, opens=(opened(FIRST),), progress=(progress(FIRST, 0, 7, 8, tokens=32),))
+    order(
+        producer,
+        opens=(opened(FIRST),),
+        progress=(progress(FIRST, 0, 7, 8, tokens=32),),
+    )
     check_worker(producer.worker)  # the thread has carried them out
     assert row_of(producer) == ([header_word(FIRST)] * 2, [7, 8, 0, 0])
     producer.worker.end_step()
@@ -88,16 +108,24 @@ def test_ids_come_with_the_orders_and_tokens_when_the_device_has_finished_the_st
     assert shown(producer) == (COMPUTING, 0)
     clock.marks[-1].over = True
     wait_until(
-        lambda: shown(producer) == (COMPUTING, 32), "the thread looks at the device by itself"
+        lambda: shown(producer) == (COMPUTING, 32),
+        "the thread looks at the device by itself",
     )
-    order(producer, progress=(progress(FIRST, 2, 9, tokens=40),), completions=(hold(FIRST),))
+    order(
+        producer,
+        progress=(progress(FIRST, 2, 9, tokens=40),),
+        completions=(hold(FIRST),),
+    )
     producer.worker.end_step()
     check_worker(producer.worker)
     assert shown(producer) == (COMPUTING, 32)
     clock.marks[-1].over = True
     wait_until(lambda: shown(producer) == (READY, 40), "the prompt is complete")
     assert row_of(producer)[1] == [7, 8, 9, 0]
-    order(producer, ends=(LeaseEnd(request_id="r", slot=SLOT, epoch=epoch_to_text(FIRST)),))
+    order(
+        producer,
+        ends=(LeaseEnd(request_id="r", slot=SLOT, epoch=epoch_to_text(FIRST)),),
+    )
     wait_until(lambda: producer.worker.take_results().sent == {"r"}, "it is reported")
     assert (shown(producer), row_of(producer)[0]) == ((EMPTY, 0), [0, 0])
 
@@ -116,18 +144,26 @@ def test_a_lease_whose_last_part_does_not_fit_is_reported_although_the_same_step
 def test_a_step_that_was_never_launched_reports_no_tokens(rig: Rig) -> None:
     producer, clock = streaming_producer(rig)
     clock.reach()
-    order(producer, opens=(opened(FIRST),), progress=(progress(FIRST, 0, 7, tokens=16),))
+    order(
+        producer, opens=(opened(FIRST),), progress=(progress(FIRST, 0, 7, tokens=16),)
+    )
     check_worker(producer.worker)
     assert shown(producer) == (COMPUTING, 0)
     producer.worker.end_step()
     wait_until(lambda: shown(producer) == (COMPUTING, 16), "it has ended")
 
 
-def test_a_prompt_goes_on_under_another_epoch_before_its_orders_return(rig: Rig) -> None:
+def test_a_prompt_goes_on_under_another_epoch_before_its_orders_return(
+    rig: Rig,
+) -> None:
     """In that very step others may write its blocks."""
     producer, clock = streaming_producer(rig)
     clock.reach()
-    order(producer, opens=(opened(FIRST),), progress=(progress(FIRST, 0, 7, 8, tokens=32),))
+    order(
+        producer,
+        opens=(opened(FIRST),),
+        progress=(progress(FIRST, 0, 7, 8, tokens=32),),
+    )
     producer.worker.end_step()
     wait_until(lambda: shown(producer) == (COMPUTING, 32), "it is read")
     with standing_still(producer.worker):
@@ -139,7 +175,10 @@ def test_a_prompt_goes_on_under_another_epoch_before_its_orders_return(rig: Rig)
         assert (shown(producer), shown(producer, NEXT)) == (
             (slot_word(NEXT, SlotState.COMPUTING), 0),
         ) * 2
-        assert row_of(producer) == ([header_word(FIRST), header_word(NEXT)], [7, 8, 0, 0])
+        assert row_of(producer) == (
+            [header_word(FIRST), header_word(NEXT)],
+            [7, 8, 0, 0],
+        )
     producer.worker.end_step()
     wait_until(lambda: shown(producer, NEXT)[1] == 16, "it starts again")
     assert row_of(producer) == ([header_word(FIRST), header_word(NEXT)], [4, 8, 0, 0])
@@ -157,16 +196,24 @@ def test_peers_find_the_rows_by_the_description_and_can_read_them(any_rig: Rig) 
         progress=(progress(FIRST, 0, *range(40, 340), tokens=4800),),
     )
     check_worker(producer.worker)
-    header = read(consumer, producer, rows.headers + ROW * ROW_HEADER_BYTES, ROW_HEADER_BYTES)
+    header = read(
+        consumer, producer, rows.headers + ROW * ROW_HEADER_BYTES, ROW_HEADER_BYTES
+    )
     assert header.view(np.uint64).tolist() == [header_word(FIRST)] * 2
     page = PAGE_IDS * ID_BYTES
-    last = read(consumer, producer, rows.ids + (ROW * rows.pages + 1) * page, page).view(np.uint32)
+    last = read(
+        consumer, producer, rows.ids + (ROW * rows.pages + 1) * page, page
+    ).view(np.uint32)
     assert last[: 300 - PAGE_IDS].tolist() == list(range(40 + PAGE_IDS, 340))
 
 
 def read(consumer: Engine, producer: Engine, address: int, length: int) -> Bytes:
     """Bytes of the producer's, read over the fabric into the consumer's cache. The consumer has no thread yet."""
-    fabric, memory, zero = consumer.fabric, consumer.caches.memory[0], np.zeros(1, dtype=np.int32)
+    fabric, memory, zero = (
+        consumer.fabric,
+        consumer.caches.memory[0],
+        np.zeros(1, dtype=np.int32),
+    )
     peer = fabric.add_peer(producer.worker.description.agent_metadata)
     rows = [
         DescriptorRows.from_tuples(MemoryKind.DRAM, [(at, length, 0, length, 1)])

@@ -16,7 +16,9 @@ from tests.worker.engines.streams import STREAMS, ServedStream, pair
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["read", "mapped"])
-def test_a_prompt_is_read_part_by_part_while_it_is_computed(any_rig: Rig, shared: bool) -> None:
+def test_a_prompt_is_read_part_by_part_while_it_is_computed(
+    any_rig: Rig, shared: bool
+) -> None:
     producer, consumer = pair(any_rig, shared=shared)
     stream = ServedStream.begin(any_rig, producer, consumer, tokens=30, first=5)
     stream.order()
@@ -38,7 +40,9 @@ def test_a_prompt_is_read_part_by_part_while_it_is_computed(any_rig: Rig, shared
         assert consumer.all_entries_are_free()
 
 
-def test_a_streamed_load_that_waits_for_more_holds_no_place_and_no_memory(rig: Rig) -> None:
+def test_a_streamed_load_that_waits_for_more_holds_no_place_and_no_memory(
+    rig: Rig,
+) -> None:
     producer, consumer = pair(rig, settings=replace(STREAMS, max_loads=1))
     other = rig.engine("Q")
     stream = ServedStream.begin(rig, producer, consumer, tokens=30, first=5)
@@ -48,7 +52,9 @@ def test_a_streamed_load_that_waits_for_more_holds_no_place_and_no_memory(rig: R
     wait_until(consumer.parked_loads, "it waits")
     ready = consumer.load(other.prefill(tokens=9, seed=3).params)
     rig.step_until(
-        lambda: consumer.seen.is_over(ready.request_id), "the other one is loaded", only=consumer
+        lambda: consumer.seen.is_over(ready.request_id),
+        "the other one is loaded",
+        only=consumer,
     )
     stream.compute_rest(8)
     assert stream.over() is None
@@ -57,7 +63,9 @@ def test_a_streamed_load_that_waits_for_more_holds_no_place_and_no_memory(rig: R
 class AtPost:
     """Does something on the consumer's transfer thread before its read with this number is posted."""
 
-    def __init__(self, consumer: Engine, number: int, action: Callable[[], None]) -> None:
+    def __init__(
+        self, consumer: Engine, number: int, action: Callable[[], None]
+    ) -> None:
         self.left, self.happened = number, False
         self._post, self._action = consumer.fabric.post_read, action
         consumer.fabric.post_read = self  # type: ignore[method-assign, assignment]
@@ -134,7 +142,9 @@ def test_a_lease_that_ends_after_the_prompt_is_complete_fails_the_load_or_comes_
     producer.step()
     at = AtPost(consumer, point, abort)
     rig.step_until(
-        lambda: consumer.seen.loaded or consumer.seen.failed, "it is over", only=consumer
+        lambda: consumer.seen.loaded or consumer.seen.failed,
+        "it is over",
+        only=consumer,
     )
     if at.happened and reported == [False]:
         assert list(consumer.seen.failed.values()) == [FailureReason.FENCE]

@@ -44,7 +44,9 @@ def test_a_load_that_waits_for_its_producer_holds_no_place(any_rig: Rig) -> None
     _, (parked,) = park(producer, consumer)
     ready = consumer.load(other.prefill(tokens=9, seed=3).params)
     any_rig.step_until(
-        lambda: consumer.seen.is_over(ready.request_id), "the other one is loaded", only=consumer
+        lambda: consumer.seen.is_over(ready.request_id),
+        "the other one is loaded",
+        only=consumer,
     )
     assert consumer.has_bytes(ready, seed=3)
     assert not consumer.seen.is_over(parked.request_id)
@@ -80,8 +82,12 @@ FAULTS: dict[str, Callable[[Rig, Engine, Engine], None]] = {
     "a post": lambda _, __, consumer: consumer.fabric.fail(
         "post_read", lambda: TransferFailed("post", "the test")
     ),
-    "a read": lambda rig, producer, _: rig.network.fail_reads(producer.fabric.agent_name),
-    "the producer": lambda rig, producer, _: rig.network.kill(producer.fabric.agent_name),
+    "a read": lambda rig, producer, _: rig.network.fail_reads(
+        producer.fabric.agent_name
+    ),
+    "the producer": lambda rig, producer, _: rig.network.kill(
+        producer.fabric.agent_name
+    ),
 }
 
 
@@ -94,13 +100,19 @@ def test_a_failed_read_of_the_slots_fails_all_loads_that_wait_for_that_producer_
     rig.transfer(other, consumer)
     _, loads = park(producer, consumer, count=6)
     _, (unharmed,) = (
-        park(other, consumer, seed=50) if fault is not FAULTS["a post"] else ([], [loads[0]])
+        park(other, consumer, seed=50)
+        if fault is not FAULTS["a post"]
+        else ([], [loads[0]])
     )
     fault(rig, producer, consumer)
     rig.step_until(
-        lambda: len(consumer.seen.failed) == len(loads), "all have failed", only=consumer
+        lambda: len(consumer.seen.failed) == len(loads),
+        "all have failed",
+        only=consumer,
     )
-    assert consumer.seen.failed == {load.request_id: FailureReason.TRANSFER for load in loads}
+    assert consumer.seen.failed == {
+        load.request_id: FailureReason.TRANSFER for load in loads
+    }
     assert not consumer.seen.alive, "nothing wrote into their blocks"
     if unharmed not in loads:
         assert rig.until_over(consumer, unharmed) is None
@@ -155,7 +167,9 @@ def test_loads_that_wait_for_a_frozen_producer_miss_their_deadlines_and_the_read
     _, loads = park(producer, consumer, count=3)
     rig.network.freeze(producer.fabric.agent_name)
     consumer.set_timeouts(load_s=TIMEOUT_S)
-    rig.step_until(lambda: len(consumer.seen.failed) == 3, "the deadline", only=consumer)
+    rig.step_until(
+        lambda: len(consumer.seen.failed) == 3, "the deadline", only=consumer
+    )
     assert set(consumer.seen.failed.values()) == {FailureReason.DEADLINE}
     assert not consumer.seen.alive
     wait_until(lambda: snapshot_of(consumer.worker).entries.taken, "the read is kept")
@@ -181,7 +195,9 @@ def test_the_peer_of_a_load_that_waits_is_not_forgotten(rig: Rig) -> None:
     assert consumer.fabric.calls["add_peer"] == 2, "each was connected once"
 
 
-def test_a_lease_that_ends_while_a_load_waits_for_it_fails_the_load(any_rig: Rig) -> None:
+def test_a_lease_that_ends_while_a_load_waits_for_it_fails_the_load(
+    any_rig: Rig,
+) -> None:
     producer, consumer = any_rig.pair()
     (offer,), (load,) = park(producer, consumer)
     words = slots_of(producer.worker).words

@@ -7,12 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.worker.fabric.harness import Harness, MemoryHarness, NixlHarness, NixlTcpHarness
+from tests.worker.fabric.harness import (
+    Harness,
+    MemoryHarness,
+    NixlHarness,
+    NixlTcpHarness,
+)
 from tests.worker.fabric.scenes import AgentPair
 
 
 @pytest.fixture(
-    params=[MemoryHarness, NixlHarness, NixlTcpHarness], ids=["memory", "nixl", "nixl-tcp"]
+    params=[MemoryHarness, NixlHarness, NixlTcpHarness],
+    ids=["memory", "nixl", "nixl-tcp"],
 )
 def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     with contextlib.closing(request.param()) as made:

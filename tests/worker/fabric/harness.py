@@ -33,7 +33,11 @@ DEADLINE_S = 20.0
 
 def finish(fabric: Fabric, transfer: Transfer, deadline_s: float = DEADLINE_S) -> None:
     """Poll until DONE; exceptions of `poll` are not caught."""
-    wait_until(lambda: fabric.poll(transfer) is TransferState.DONE, "the read is done", deadline_s)
+    wait_until(
+        lambda: fabric.poll(transfer) is TransferState.DONE,
+        "the read is done",
+        deadline_s,
+    )
 
 
 def arrivals(fabric: Fabric, count: int) -> list[tuple[str, bytes]]:
@@ -124,7 +128,9 @@ class MemoryHarness(Harness):
         return MemoryFabric(name, self.network)
 
     def producer(self, name: str, seed: int, size: int) -> Producer:
-        return MemoryProducer(MemoryFabric(name, self.network), random_bytes(seed, size))
+        return MemoryProducer(
+            MemoryFabric(name, self.network), random_bytes(seed, size)
+        )
 
 
 class MemoryProducer:
@@ -185,7 +191,9 @@ class NixlTcpHarness(NixlHarness):
 class NixlProducer(Child):
     """A process that serves random bytes."""
 
-    def __init__(self, name: str, seed: int, size: int, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, seed: int, size: int, environ: Mapping[str, str]
+    ) -> None:
         super().__init__(_serve, name, seed, size, environ)
         self.metadata, self.address = self.receive()
 

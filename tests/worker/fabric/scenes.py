@@ -6,8 +6,21 @@ import numpy as np
 import pytest
 
 from kvferry.worker.fabric.errors import PeerLost
-from kvferry.worker.fabric.port import Indices, LocalDescriptors, RemoteDescriptors, Transfer
-from tests.worker.fabric.harness import Harness, Memory, finish, random_bytes, region, row, rows
+from kvferry.worker.fabric.port import (
+    Indices,
+    LocalDescriptors,
+    RemoteDescriptors,
+    Transfer,
+)
+from tests.worker.fabric.harness import (
+    Harness,
+    Memory,
+    finish,
+    random_bytes,
+    region,
+    row,
+    rows,
+)
 
 GUARD = 0xA5
 LOST_WITHIN_S = 10.0
@@ -19,7 +32,10 @@ class AgentPair:
     def __init__(self, harness: Harness, size: int = 1 << 16, seed: int = 7) -> None:
         self.source: Memory = random_bytes(seed, size)
         self.target: Memory = np.full(size, GUARD, dtype=np.uint8)
-        self.producer, self.consumer = harness.fabric("producer"), harness.fabric("consumer")
+        self.producer, self.consumer = (
+            harness.fabric("producer"),
+            harness.fabric("consumer"),
+        )
         self.producer.register([region(self.source)])
         self.consumer.register([region(self.target)])
         self.peer = self.consumer.add_peer(self.producer.metadata())
@@ -27,7 +43,9 @@ class AgentPair:
     def local(
         self, offset: int = 0, length: int = 64, stride: int = 64, count: int = 16
     ) -> LocalDescriptors:
-        return self.consumer.prepare_local(rows(row(self.target, offset, length, stride, count)))
+        return self.consumer.prepare_local(
+            rows(row(self.target, offset, length, stride, count))
+        )
 
     def remote(
         self, offset: int = 0, length: int = 64, stride: int = 64, count: int = 16
@@ -37,7 +55,11 @@ class AgentPair:
         )
 
     def read(
-        self, local: LocalDescriptors, into: Indices, remote: RemoteDescriptors, out_of: Indices
+        self,
+        local: LocalDescriptors,
+        into: Indices,
+        remote: RemoteDescriptors,
+        out_of: Indices,
     ) -> None:
         transfer = self.consumer.post_read(local, into, remote, out_of)
         finish(self.consumer, transfer)
@@ -52,7 +74,9 @@ class Mortal:
         self.target: Memory = np.full(1 << 16, GUARD, dtype=np.uint8)
         self.consumer = harness.fabric("survivor")
         self.consumer.register([region(self.target)])
-        self.local = self.consumer.prepare_local(rows(row(self.target, 0, 64, 64, 1024)))
+        self.local = self.consumer.prepare_local(
+            rows(row(self.target, 0, 64, 64, 1024))
+        )
         self.connect(name)
 
     def connect(self, name: str, seed: int = 11) -> None:

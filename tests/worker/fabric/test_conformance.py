@@ -14,8 +14,22 @@ from kvferry.worker.fabric.errors import (
     FabricUnavailable,
     InvalidFabricRequest,
 )
-from kvferry.worker.fabric.port import DescriptorRows, Indices, MemoryKind, Region, TransferState
-from tests.worker.fabric.harness import Harness, finish, indices, random_bytes, region, row, rows
+from kvferry.worker.fabric.port import (
+    DescriptorRows,
+    Indices,
+    MemoryKind,
+    Region,
+    TransferState,
+)
+from tests.worker.fabric.harness import (
+    Harness,
+    finish,
+    indices,
+    random_bytes,
+    region,
+    row,
+    rows,
+)
 from tests.worker.fabric.scenes import GUARD, AgentPair
 
 # -- reads -------------------------------------------------------------------------------------------------------
@@ -60,7 +74,9 @@ def test_reads_of_strided_rows_land_byte_exact_and_touch_nothing_else(
     pair.read(local, into, remote, out_of)
 
     assert np.array_equal(pair.target, expected), f"seed {seed}"
-    assert np.array_equal(pair.source, source), f"seed {seed}: the producer's memory was changed"
+    assert np.array_equal(pair.source, source), (
+        f"seed {seed}: the producer's memory was changed"
+    )
 
 
 def test_one_registered_region_can_be_read_into_another_of_the_same_agent_pair(
@@ -82,7 +98,9 @@ def test_one_registered_region_can_be_read_into_another_of_the_same_agent_pair(
     assert np.array_equal(more_target[:64], pair.source[:64])
 
 
-def test_a_finished_transfer_stays_done_and_tells_what_it_moved(pair: AgentPair) -> None:
+def test_a_finished_transfer_stays_done_and_tells_what_it_moved(
+    pair: AgentPair,
+) -> None:
     transfer = pair.consumer.post_read(
         pair.local(), indices(0, 2, 5), pair.remote(), indices(9, 3, 1)
     )
@@ -95,7 +113,9 @@ def test_a_finished_transfer_stays_done_and_tells_what_it_moved(pair: AgentPair)
 
 
 def test_an_empty_read_is_done_and_writes_nothing(pair: AgentPair) -> None:
-    transfer = pair.consumer.post_read(pair.local(), indices(), pair.remote(), indices())
+    transfer = pair.consumer.post_read(
+        pair.local(), indices(), pair.remote(), indices()
+    )
     assert pair.consumer.poll(transfer) is TransferState.DONE
     assert pair.consumer.telemetry(transfer) is None
     assert (pair.target == GUARD).all()
@@ -138,7 +158,10 @@ def test_a_row_across_two_regions_is_refused_even_if_its_descriptors_lie_inside(
     producer, consumer = harness.fabric("producer"), harness.fabric("consumer")
     base = memory.ctypes.data
     producer.register(
-        [Region(base, 1000, MemoryKind.DRAM), Region(base + 2000, 1000, MemoryKind.DRAM)]
+        [
+            Region(base, 1000, MemoryKind.DRAM),
+            Region(base + 2000, 1000, MemoryKind.DRAM),
+        ]
     )
     peer = consumer.add_peer(producer.metadata())
     with pytest.raises(DescriptorOutOfRange):
@@ -155,13 +178,16 @@ def test_rows_of_another_kind_or_device_are_refused(pair: AgentPair) -> None:
     address = pair.source.ctypes.data
     with pytest.raises(FabricError):
         pair.consumer.prepare_remote(
-            pair.peer, DescriptorRows.from_tuples(MemoryKind.VRAM, [(address, 64, 0, 64, 1)])
+            pair.peer,
+            DescriptorRows.from_tuples(MemoryKind.VRAM, [(address, 64, 0, 64, 1)]),
         )
     with pytest.raises(DescriptorOutOfRange):
         pair.consumer.prepare_remote(pair.peer, rows((address, 64, 3, 64, 1)))
 
 
-def test_memory_registered_after_the_metadata_was_made_is_out_of_range(pair: AgentPair) -> None:
+def test_memory_registered_after_the_metadata_was_made_is_out_of_range(
+    pair: AgentPair,
+) -> None:
     later = random_bytes(2, 4096)
     pair.producer.register([region(later)])
     with pytest.raises(DescriptorOutOfRange):
@@ -190,7 +216,14 @@ def test_an_index_out_of_range_is_refused_and_nothing_is_read(
         (indices(0, 1, 2, 3)[::2], indices(0, 1)),
         (indices(0, 1).reshape(1, 2), indices(0)),
     ],
-    ids=["unequal", "empty against one", "int64", "float32", "not contiguous", "two-dimensional"],
+    ids=[
+        "unequal",
+        "empty against one",
+        "int64",
+        "float32",
+        "not contiguous",
+        "two-dimensional",
+    ],
 )
 def test_index_arrays_of_the_wrong_form_are_refused(
     pair: AgentPair, into: Indices, out_of: Indices
@@ -208,7 +241,9 @@ def test_a_pair_of_descriptors_of_unequal_length_is_refused(pair: AgentPair) -> 
     assert (pair.target == GUARD).all()
 
 
-def test_memory_that_cannot_be_registered_raises_fabric_unavailable(pair: AgentPair) -> None:
+def test_memory_that_cannot_be_registered_raises_fabric_unavailable(
+    pair: AgentPair,
+) -> None:
     with pytest.raises(FabricUnavailable):
         pair.producer.register([Region(0, 4096, MemoryKind.DRAM)])
     pair.producer.register([])

@@ -14,7 +14,11 @@ from kvferry.worker.fabric.errors import (
     InvalidMetadata,
     PeerLost,
 )
-from kvferry.worker.fabric.port import MAX_NOTIFICATION_BYTES, OpenHandles, TransferState
+from kvferry.worker.fabric.port import (
+    MAX_NOTIFICATION_BYTES,
+    OpenHandles,
+    TransferState,
+)
 from tests.worker.fabric.harness import (
     Harness,
     arrivals,
@@ -94,8 +98,12 @@ def test_metadata_that_is_damaged_anywhere_is_refused_and_the_true_one_still_wor
     assert np.array_equal(pair.target[:64], pair.source[:64])
 
 
-@pytest.mark.parametrize("metadata", [None, 7, "text", bytearray(b"KVFABRC1" + bytes(64))])
-def test_metadata_that_is_not_bytes_is_refused(pair: AgentPair, metadata: bytes) -> None:
+@pytest.mark.parametrize(
+    "metadata", [None, 7, "text", bytearray(b"KVFABRC1" + bytes(64))]
+)
+def test_metadata_that_is_not_bytes_is_refused(
+    pair: AgentPair, metadata: bytes
+) -> None:
     with pytest.raises(InvalidMetadata):
         pair.consumer.add_peer(metadata)
 
@@ -124,7 +132,9 @@ def test_notifications_arrive_whole_in_order_and_with_the_name_of_their_sender(
     assert pair.producer.take_notifications() == []
 
 
-def test_a_notification_beyond_the_limit_is_refused_and_not_sent(pair: AgentPair) -> None:
+def test_a_notification_beyond_the_limit_is_refused_and_not_sent(
+    pair: AgentPair,
+) -> None:
     with pytest.raises(InvalidFabricRequest):
         pair.consumer.notify(pair.peer, bytes(MAX_NOTIFICATION_BYTES + 1))
     pair.consumer.notify(pair.peer, b"next")
@@ -214,7 +224,9 @@ def test_reads_in_flight_from_a_peer_that_is_killed_raise_peer_lost_again_and_ag
 # -- handles and the end -----------------------------------------------------------------------------------------
 
 
-def test_release_is_idempotent_and_released_handles_are_refused(pair: AgentPair) -> None:
+def test_release_is_idempotent_and_released_handles_are_refused(
+    pair: AgentPair,
+) -> None:
     local, remote = pair.local(), pair.remote()
     transfer = pair.consumer.post_read(local, indices(0), remote, indices(0))
     finish(pair.consumer, transfer)
@@ -238,7 +250,9 @@ def test_handles_of_another_fabric_are_refused(pair: AgentPair) -> None:
     pair.consumer.release(foreign)
     back = pair.producer.add_peer(pair.consumer.metadata())
     theirs = pair.producer.prepare_remote(back, rows(row(pair.target, 0, 64, 64, 1)))
-    finish(pair.producer, pair.producer.post_read(foreign, indices(0), theirs, indices(0)))
+    finish(
+        pair.producer, pair.producer.post_read(foreign, indices(0), theirs, indices(0))
+    )
     assert (pair.source[:64] == GUARD).all()
 
 
@@ -250,7 +264,9 @@ def test_what_is_open_is_counted(pair: AgentPair) -> None:
     transfer = pair.consumer.post_read(local, indices(0), remote, indices(0))
     assert pair.consumer.open_handles() == OpenHandles(transfers=2, prepared=2, peers=1)
     finish(pair.consumer, transfer)
-    assert pair.consumer.open_handles().transfers == 2, "what is done is open until it is released"
+    assert pair.consumer.open_handles().transfers == 2, (
+        "what is done is open until it is released"
+    )
     for _ in range(2):
         pair.consumer.release(transfer)
         pair.consumer.release(empty)
@@ -266,10 +282,14 @@ def test_what_is_open_is_counted(pair: AgentPair) -> None:
     pair.consumer.add_peer(pair.producer.metadata())
     pair.local()
     pair.consumer.close()
-    assert pair.consumer.open_handles() == OpenHandles(), "it can be called after `close` too"
+    assert pair.consumer.open_handles() == OpenHandles(), (
+        "it can be called after `close` too"
+    )
 
 
-def test_close_is_idempotent_and_everything_after_it_is_refused(pair: AgentPair) -> None:
+def test_close_is_idempotent_and_everything_after_it_is_refused(
+    pair: AgentPair,
+) -> None:
     local, remote = pair.local(), pair.remote()
     transfer = pair.consumer.post_read(local, indices(0), remote, indices(0))
     finish(pair.consumer, transfer)

@@ -12,7 +12,10 @@ from kvferry.worker.fabric.port import DescriptorRows, MemoryKind
 
 END = 2**63 - 1
 numbers = st.one_of(
-    st.integers(-(2**63), END), st.integers(-2, 5), st.integers(2**61, END), st.sampled_from([END])
+    st.integers(-(2**63), END),
+    st.integers(-2, 5),
+    st.integers(2**61, END),
+    st.sampled_from([END]),
 )
 
 
@@ -21,7 +24,9 @@ def model_accepts(row: tuple[int, int, int, int, int]) -> bool:
     address, length, device, stride, count = row
     if min(address, device, stride) < 0 or min(length, count) < 1 or count > 2**31 - 1:
         return False
-    return (count == 1 or stride >= length) and address + (count - 1) * stride + length <= END
+    return (count == 1 or stride >= length) and address + (
+        count - 1
+    ) * stride + length <= END
 
 
 @given(st.tuples(numbers, numbers, numbers, numbers, numbers))
@@ -56,7 +61,9 @@ def test_rows_that_are_no_memory_are_refused_among_good_ones(
         DescriptorRows.from_tuples(MemoryKind.DRAM, [(4096, 64, 0, 64, 4), row])
 
 
-@pytest.mark.parametrize("rows", [[], [(1, 2, 3)], [(2**64, 1, 0, 1, 1)], [("a", 1, 0, 1, 1)]])
+@pytest.mark.parametrize(
+    "rows", [[], [(1, 2, 3)], [(2**64, 1, 0, 1, 1)], [("a", 1, 0, 1, 1)]]
+)
 def test_other_things_than_rows_of_five_integers_are_refused(
     rows: list[tuple[int, int, int, int, int]],
 ) -> None:
@@ -65,7 +72,8 @@ def test_other_things_than_rows_of_five_integers_are_refused(
 
 
 @pytest.mark.parametrize(
-    "array", [np.zeros((2, 3), dtype=np.int64), np.ones((2, 5), dtype=np.float64), np.ones(5)]
+    "array",
+    [np.zeros((2, 3), dtype=np.int64), np.ones((2, 5), dtype=np.float64), np.ones(5)],
 )
 def test_arrays_of_another_shape_or_dtype_are_refused(
     array: np.ndarray[tuple[int, ...], np.dtype[np.int64]],

@@ -16,13 +16,19 @@ from tests.harness.rig import rig_of
 def test_prompts_are_handed_over_over_libfabric(
     provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    errors = [load_error(plugin, Machine(environ=os.environ)) for plugin in plugins().values()]
+    errors = [
+        load_error(plugin, Machine(environ=os.environ)) for plugin in plugins().values()
+    ]
     if all(errors):
-        pytest.skip(f"NOT TESTED: NIXL's plugin LIBFABRIC does not load: {'; '.join(errors)}")
+        pytest.skip(
+            f"NOT TESTED: NIXL's plugin LIBFABRIC does not load: {'; '.join(errors)}"
+        )
     monkeypatch.setenv("FI_PROVIDER", provider)
     with rig_of("nixl") as rig:
         monkeypatch.setattr(
-            rig, "make_fabric", lambda name: NixlFabric(name, AgentConfig(backends=("LIBFABRIC",)))
+            rig,
+            "make_fabric",
+            lambda name: NixlFabric(name, AgentConfig(backends=("LIBFABRIC",))),
         )
         producer, consumer = rig.pair()
         for seed in range(3):

@@ -23,7 +23,9 @@ MAX_IDLE_CORES = 0.03
 
 def output_of(program: str, **environ: str) -> str:
     """The output of a program, which does not inherit UCX settings of this process."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("UCX_")
+    }
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**inherited, **environ},
@@ -85,7 +87,9 @@ def test_ucx_defaults_fill_in_only_what_is_open_and_used(
 def test_reads_between_gpus_go_over_cuda_ipc_where_it_may_be_used(
     environ: dict[str, str], is_chosen: bool
 ) -> None:
-    assert ucx_defaults(environ, has_cuda=True).get(GPU_READS) == ("y" if is_chosen else None)
+    assert ucx_defaults(environ, has_cuda=True).get(GPU_READS) == (
+        "y" if is_chosen else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,9 +111,15 @@ def test_reads_between_gpus_go_over_cuda_ipc_where_it_may_be_used(
     ],
 )
 def test_what_leaves_loopback_tcp_alone_within_a_host_is_named(
-    environ: dict[str, str], is_device: bool, shares_ipc: bool, has_rdma: bool, said: str | None
+    environ: dict[str, str],
+    is_device: bool,
+    shares_ipc: bool,
+    has_rdma: bool,
+    said: str | None,
 ) -> None:
-    found = slow_within_host(environ, is_device=is_device, shares_ipc=shares_ipc, has_rdma=has_rdma)
+    found = slow_within_host(
+        environ, is_device=is_device, shares_ipc=shares_ipc, has_rdma=has_rdma
+    )
     if said is None:
         assert found is None
     else:
@@ -132,7 +142,8 @@ print(json.dumps([made, os.environ.get("UCX_MM_ERROR_HANDLING")]))
 
 
 @pytest.mark.parametrize(
-    ("transports", "setting"), [("all", None), ("tcp", None), ("sm,self", "y"), ("^tcp", "y")]
+    ("transports", "setting"),
+    [("all", None), ("tcp", None), ("sm,self", "y"), ("^tcp", "y")],
 )
 def test_the_defaults_reach_ucx_before_the_agent_is_made_without_a_warning(
     transports: str, setting: str | None
@@ -162,7 +173,9 @@ for fabric in fabrics:
 
 
 @pytest.mark.parametrize("config", [{}, {"num_threads": 2}])
-def test_an_idle_process_with_two_agents_takes_next_to_no_cpu(config: dict[str, object]) -> None:
+def test_an_idle_process_with_two_agents_takes_next_to_no_cpu(
+    config: dict[str, object],
+) -> None:
     """Seen: 0.003 cores. With the delay of 0 that NIXL's own Python wrapper sets: 0.47 … 0.79, on two busy cores."""
     assert answer_of(IDLE.replace("CONFIG", repr(config))) < MAX_IDLE_CORES
 
@@ -216,6 +229,7 @@ def test_without_nixl_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.delitem(sys.modules, "nixl._api", raising=False)
     with pytest.raises(
-        FabricUnavailable, match=r"package nixl is not usable.*pip install 'kvferry\[worker\]'"
+        FabricUnavailable,
+        match=r"package nixl is not usable.*pip install 'kvferry\[worker\]'",
     ):
         load_bindings()

@@ -68,7 +68,9 @@ def test_a_refused_region_leaves_none_of_its_batch_registered(nixl: AgentPair) -
     """UCX refuses host memory that is called VRAM, with and without a GPU."""
     memory = random_bytes(3, 4096)
     with pytest.raises(FabricUnavailable, match="2 regions were refused"):
-        nixl.producer.register([region(memory), Region(memory.ctypes.data, 4096, MemoryKind.VRAM)])
+        nixl.producer.register(
+            [region(memory), Region(memory.ctypes.data, 4096, MemoryKind.VRAM)]
+        )
     with pytest.raises(DescriptorOutOfRange):
         nixl.producer.prepare_local(rows(row(memory, 0, 64, 64, 1)))
 
@@ -101,7 +103,13 @@ def test_a_sender_whose_name_is_not_text_does_not_stop_notifications(
     nixl.consumer.notify(nixl.peer, b"done")
     assert arrivals(producer, 1) == [("consumer", b"done")]
     assert (
-        len([record for record in caplog.records if "lost notifications" in record.getMessage()])
+        len(
+            [
+                record
+                for record in caplog.records
+                if "lost notifications" in record.getMessage()
+            ]
+        )
         == 1
     )
 
@@ -143,7 +151,9 @@ def test_an_envelope_around_something_else_is_refused_and_leaves_no_trace(
     with contextlib.closing(NixlHarness()) as harness:
         producer, consumer = harness.fabric("producer"), harness.fabric("consumer")
         with pytest.raises(InvalidMetadata, match=reason):
-            consumer.add_peer(wrap_metadata(name, spoil(open_metadata(producer.metadata())[1])))
+            consumer.add_peer(
+                wrap_metadata(name, spoil(open_metadata(producer.metadata())[1]))
+            )
         successor = harness.fabric("producer")
         consumer.notify(consumer.add_peer(successor.metadata()), b"hello")
         assert arrivals(successor, 1) == [("consumer", b"hello")]
@@ -190,7 +200,10 @@ def test_a_living_peer_that_is_added_again_and_again_adds_neither_connections_no
     in_shared_memory: str,
 ) -> None:
     before, after = answer_of(CONNECT_AGAIN, UCX_MM_ERROR_HANDLING=in_shared_memory)
-    assert all(now - then < 8 for then, now in zip(before, after, strict=True)), (before, after)
+    assert all(now - then < 8 for then, now in zip(before, after, strict=True)), (
+        before,
+        after,
+    )
 
 
 def test_telemetry_counts_bytes_and_merged_descriptors_and_times_the_transfer() -> None:
@@ -199,7 +212,10 @@ def test_telemetry_counts_bytes_and_merged_descriptors_and_times_the_transfer() 
         pages = {"length": 4096, "stride": 4096, "count": 4096}
         local, remote = large.local(**pages), large.remote(**pages)
         seen = {}
-        for name, order in (("merged", ascending), ("scattered", ascending[::-1].copy())):
+        for name, order in (
+            ("merged", ascending),
+            ("scattered", ascending[::-1].copy()),
+        ):
             transfer = large.consumer.post_read(local, order, remote, order)
             finish(large.consumer, transfer)
             reported = large.consumer.telemetry(transfer)
@@ -232,7 +248,9 @@ class KeptHandles:
         self.peers.remove(name)
 
 
-def test_a_peer_that_comes_back_is_not_loaded_again_and_never_forgotten_meanwhile() -> None:
+def test_a_peer_that_comes_back_is_not_loaded_again_and_never_forgotten_meanwhile() -> (
+    None
+):
     scene = KeptHandles()
     scene.part(A)
     scene.peers.add(A, b"1")
@@ -248,7 +266,9 @@ def test_one_with_other_metadata_is_forgotten_first() -> None:
     assert scene.calls == ["+a", "-a", "+a"]
 
 
-def test_of_too_many_the_one_that_was_left_first_is_forgotten_and_in_the_end_all() -> None:
+def test_of_too_many_the_one_that_was_left_first_is_forgotten_and_in_the_end_all() -> (
+    None
+):
     scene = KeptHandles(max_retained=2)
     for name in (A, B, C):
         scene.part(name)
@@ -257,7 +277,9 @@ def test_of_too_many_the_one_that_was_left_first_is_forgotten_and_in_the_end_all
     assert scene.calls[4:] == ["-b", "-c"]
 
 
-def test_a_rotation_of_as_many_living_peers_as_a_worker_knows_leaves_no_connection() -> None:
+def test_a_rotation_of_as_many_living_peers_as_a_worker_knows_leaves_no_connection() -> (
+    None
+):
     """Each one that is forgotten while it lives leaves a file open. Beyond 256 a rotation leaked one a contact."""
     scene = KeptHandles(MAX_RETAINED_PEERS)
     max_peers = signature(PeerRegistry).parameters["max_peers"].default

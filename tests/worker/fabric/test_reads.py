@@ -37,7 +37,9 @@ class TimedReads:
         self.fabric.register([region(self.target)])
         self.peer = self.fabric.add_peer(producer.metadata())
         self.local = self.fabric.prepare_local(rows(row(self.target, 0, 64, 64, 4)))
-        self.remote = self.fabric.prepare_remote(self.peer, rows(row(self.source, 0, 64, 64, 4)))
+        self.remote = self.fabric.prepare_remote(
+            self.peer, rows(row(self.source, 0, 64, 64, 4))
+        )
         self.now_s = 1000.0
         self.reader = FabricReader(self.fabric, GRACE_S, lambda: self.now_s)
         self.reads = self.reader.reads()
@@ -149,7 +151,8 @@ def test_what_the_fabric_does_not_take_back_is_offered_again(scene: TimedReads) 
 
 
 @pytest.mark.parametrize(
-    ("took_s", "let_go"), [(GIL_RELEASED_FROM_S, True), (GIL_RELEASED_FROM_S / 2, False)]
+    ("took_s", "let_go"),
+    [(GIL_RELEASED_FROM_S, True), (GIL_RELEASED_FROM_S / 2, False)],
 )
 def test_a_post_that_takes_long_has_let_go_of_the_interpreters_lock(
     scene: TimedReads, monkeypatch: pytest.MonkeyPatch, took_s: float, let_go: bool
@@ -169,7 +172,9 @@ def test_a_post_that_takes_long_has_let_go_of_the_interpreters_lock(
 
 def test_every_doubtful_post_has_a_grace_of_its_own(scene: TimedReads) -> None:
     for _ in range(2):
-        scene.fabric.fail("post_read", lambda: TransferFailed("test", "some of it was posted"))
+        scene.fabric.fail(
+            "post_read", lambda: TransferFailed("test", "some of it was posted")
+        )
         with pytest.raises(TransferFailed):
             scene.post()
         scene.now_s += 10.0

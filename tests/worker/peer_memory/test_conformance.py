@@ -156,7 +156,9 @@ def test_it_may_be_closed_twice(scene: Scene) -> None:
     assert opened.has_exited(), "what was closed is not asked"
 
 
-def test_the_memory_of_a_killed_exporter_keeps_its_bytes_and_its_end_is_seen(scene: Scene) -> None:
+def test_the_memory_of_a_killed_exporter_keeps_its_bytes_and_its_end_is_seen(
+    scene: Scene,
+) -> None:
     exporter = scene.exporter()
     exporter.fill(0, 5)
     opened = scene.memory.open(exporter.shared)
@@ -166,7 +168,9 @@ def test_the_memory_of_a_killed_exporter_keeps_its_bytes_and_its_end_is_seen(sce
     opened.close()
     del opened
     assert scene.maps(exporter.shared) == 0
-    with pytest.raises(NotMappable, match=f"process {exporter.shared.pid} is not found"):
+    with pytest.raises(
+        NotMappable, match=f"process {exporter.shared.pid} is not found"
+    ):
         scene.memory.open(exporter.shared)
 
 
@@ -192,12 +196,17 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another host": ({"machine": "0" * 36}, "on another host"),
     "another PID namespace": ({"pid_namespace": "pid:[1]"}, "--pid=host"),
     "no such process": ({"pid": 2**22 + 1}, "is not found"),
-    "nothing is shared": ({"allocations": (), "why_not": "they are private"}, "they are private"),
+    "nothing is shared": (
+        {"allocations": (), "why_not": "they are private"},
+        "they are private",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_of_elsewhere_is_refused_with_the_reason(scene: Scene, case: str) -> None:
+def test_what_is_of_elsewhere_is_refused_with_the_reason(
+    scene: Scene, case: str
+) -> None:
     fields, said = WRONG[case]
     with pytest.raises(NotMappable, match=said):
         scene.memory.open(msgspec.structs.replace(scene.exporter().shared, **fields))
@@ -227,4 +236,6 @@ def test_memory_that_cannot_be_exported_says_why(scene: Scene) -> None:
     assert shared.allocations == ()
     assert shared.why_not == "the engine has its caches in memory of its own process"
     on_device = Region(1 << 32, 4096, MemoryKind.VRAM)
-    assert scene.memory.export([on_device]).why_not == "caches on a device are not mapped"
+    assert (
+        scene.memory.export([on_device]).why_not == "caches on a device are not mapped"
+    )

@@ -101,7 +101,10 @@ def test_the_proofs_are_the_ends_of_all_allocations() -> None:
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "another host": ({"machine": "0" * 36}, "on another host"),
     "another PID namespace": ({"pid_namespace": "pid:[1]"}, "--pid=host"),
-    "nothing is shared": ({"allocations": (), "why_not": "caches are private"}, "are private"),
+    "nothing is shared": (
+        {"allocations": (), "why_not": "caches are private"},
+        "are private",
+    ),
     "no such process": ({"pid": 2**22 + 1}, "is not found"),
 }
 
@@ -118,7 +121,9 @@ def test_a_producer_that_shares_nothing_is_not_mapped() -> None:
         WorkerMapping(MEMORY, Described().worker(shared=None))
 
 
-def test_where_loads_are_not_ordered_nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_loads_are_not_ordered_nothing_is_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mapping, "KEEPS_ORDER", False)
     described = Described()
     with pytest.raises(NotMappable, match="not ordered"):
@@ -129,14 +134,19 @@ def test_a_tensor_or_a_lease_table_outside_of_the_allocations_is_refused() -> No
     """Also one that reaches into the proof, and one of which only the last block is outside."""
     described = Described()
     tensor, *others = described.caches.kv.tensors
-    for change in ({"base": tensor.base - 4096}, {"blocks": tensor.blocks * 100}, {"base": 0}):
+    for change in (
+        {"base": tensor.base - 4096},
+        {"blocks": tensor.blocks * 100},
+        {"base": 0},
+    ):
         moved = (msgspec.structs.replace(tensor, **change), *others)
         with pytest.raises(NotMappable, match=r"layers\.0/kv: in none"):
             WorkerMapping(MEMORY, described.worker(tensors=moved))
     end = described.table.address + described.table.num_bytes
     for table in (
         LeaseTableAddress(
-            address=described.table.address, slots=described.table.num_bytes // SLOT_BYTES
+            address=described.table.address,
+            slots=described.table.num_bytes // SLOT_BYTES,
         ),
         LeaseTableAddress(address=end, slots=1),
         LeaseTableAddress(address=described.table.address - SLOT_BYTES, slots=1),
@@ -147,17 +157,23 @@ def test_a_tensor_or_a_lease_table_outside_of_the_allocations_is_refused() -> No
         WorkerMapping(
             MEMORY,
             described.worker(
-                lease_table=LeaseTableAddress(address=described.table.address + 4, slots=SLOTS)
+                lease_table=LeaseTableAddress(
+                    address=described.table.address + 4, slots=SLOTS
+                )
             ),
         )
 
 
 def test_the_end_of_its_process_is_noticed_and_its_memory_can_still_be_read() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", PRODUCER, str(SLOTS * SLOT_BYTES)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PRODUCER, str(SLOTS * SLOT_BYTES)],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as producer:
         assert producer.stdout is not None
-        allocation = msgspec.json.decode(producer.stdout.readline(), type=SharedAllocation)
+        allocation = msgspec.json.decode(
+            producer.stdout.readline(), type=SharedAllocation
+        )
         described = Described().sharing(pid=producer.pid, allocations=(allocation,))
         table = LeaseTableAddress(address=allocation.address, slots=SLOTS)
         mapped = WorkerMapping(
@@ -185,7 +201,9 @@ def test_nothing_of_a_mapping_is_left() -> None:
 def test_rows_are_found_and_those_outside_of_the_allocations_are_refused() -> None:
     described = Described()
     (cache, *_) = described.caches.kv.shared
-    rows = StreamRows(headers=cache.address, ids=cache.address + 64, rows=2, blocks=(3,))
+    rows = StreamRows(
+        headers=cache.address, ids=cache.address + 64, rows=2, blocks=(3,)
+    )
     mapped = WorkerMapping(MEMORY, described.worker(stream_rows=rows))
     assert mapped.row_headers is not None
     assert mapped.row_pages is not None
@@ -206,7 +224,9 @@ def test_rows_are_found_and_those_outside_of_the_allocations_are_refused() -> No
 
 
 @pytest.mark.parametrize("num_bytes", [1, 8, PROOF_BYTES - 1])
-def test_an_allocation_that_is_shorter_than_its_proof_is_refused(num_bytes: int) -> None:
+def test_an_allocation_that_is_shorter_than_its_proof_is_refused(
+    num_bytes: int,
+) -> None:
     """Its proof would begin in front of it, and be of another length than the others'."""
     described = Described()
     files = described.shared.allocations
@@ -238,7 +258,9 @@ def hides(path: str) -> Callable[[pytest.MonkeyPatch], None]:
     return hide
 
 
-@pytest.mark.parametrize("path", ["/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"])
+@pytest.mark.parametrize(
+    "path", ["/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"]
+)
 def test_a_worker_that_cannot_name_its_host_starts_and_is_not_mapped(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

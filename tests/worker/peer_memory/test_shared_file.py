@@ -116,10 +116,19 @@ def regular_file(name: str) -> int:
 
 HOSTILE: dict[str, tuple[Callable[[str], int], str]] = {
     "a file that may shrink": (lambda name: memory_file(name, SIZE, 0), "not sealed"),
-    "a smaller file": (lambda name: memory_file(name, SIZE - 1, SEAL_SHRINK), "9999 bytes"),
+    "a smaller file": (
+        lambda name: memory_file(name, SIZE - 1, SEAL_SHRINK),
+        "9999 bytes",
+    ),
     "an empty file": (lambda name: memory_file(name, 0, SEAL_SHRINK), "has 0 bytes"),
-    "a larger file": (lambda name: memory_file(name, SIZE + 1, SEAL_SHRINK), "10001 bytes"),
-    "another file": (lambda _: memory_file("0" * 32, SIZE, SEAL_SHRINK), "not '/memfd:"),
+    "a larger file": (
+        lambda name: memory_file(name, SIZE + 1, SEAL_SHRINK),
+        "10001 bytes",
+    ),
+    "another file": (
+        lambda _: memory_file("0" * 32, SIZE, SEAL_SHRINK),
+        "not '/memfd:",
+    ),
     "a pipe": (pipe, "is 'pipe:"),
     "a regular file": (regular_file, "not '/memfd:"),
 }
@@ -160,7 +169,9 @@ def test_a_file_that_is_exchanged_between_the_look_and_the_opening_is_not_mapped
     open_path = os.open
 
     def exchanged(path: str, flags: int) -> int:
-        return open_path(path.replace(f"/{file.allocation.fd}", f"/{other.allocation.fd}"), flags)
+        return open_path(
+            path.replace(f"/{file.allocation.fd}", f"/{other.allocation.fd}"), flags
+        )
 
     monkeypatch.setattr(os, "open", exchanged)
     with pytest.raises(NotMappable, match="when it was opened"):

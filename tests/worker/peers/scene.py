@@ -10,7 +10,11 @@ from kvferry.plan.planner import plan_transfer
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.geometry import Place
-from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress, WorkerDescription
+from kvferry.protocol.handshake import (
+    EngineDescription,
+    LeaseTableAddress,
+    WorkerDescription,
+)
 from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.port import MemoryKind, Region
 from kvferry.worker.fabric.reads import FabricReader
@@ -54,9 +58,15 @@ class Scene:
         self.fabric.register([*self._caches.kv.regions(), self.slot_reads.region()])
         self.slot_reads.prepare(self.fabric)
         self.asked: list[PeerKey] = []
-        self.answer: Callable[[PeerKey], tuple[EngineDescription, TransferPlan]] = self.known
+        self.answer: Callable[[PeerKey], tuple[EngineDescription, TransferPlan]] = (
+            self.known
+        )
         first_reads = FirstReads(
-            FabricReader(self.fabric), self._caches.kv, None, self.slot_reads, timeout_s=1.0
+            FabricReader(self.fabric),
+            self._caches.kv,
+            None,
+            self.slot_reads,
+            timeout_s=1.0,
         )
         self.registry = PeerRegistry(
             first_reads, self._begin, lambda: None, ttl_s=ttl_s, max_peers=MOST_PEERS
@@ -80,7 +90,8 @@ class Scene:
     def add_fleet(self, count: int) -> list[PeerKey]:
         """Producers `P0`, `P1`, …, at addresses of their own."""
         keys = [
-            KEY._replace(host=f"10.0.1.{number}", engine_id=f"P{number}") for number in range(count)
+            KEY._replace(host=f"10.0.1.{number}", engine_id=f"P{number}")
+            for number in range(count)
         ]
         for key in keys:
             self.add(key)
@@ -127,7 +138,9 @@ class Scene:
 
     def nothing_is_left(self) -> bool:
         """Whether only the list of the slot reads is prepared, and nothing else is in use."""
-        in_use = self.fabric.transfers() or self.fabric.peers or self.fabric.prepared() != 1
+        in_use = (
+            self.fabric.transfers() or self.fabric.peers or self.fabric.prepared() != 1
+        )
         return not in_use and self.slot_reads.free() == ENTRIES
 
     def _begin(self, key: PeerKey, on_end: OnHandshakeEnd) -> None:
@@ -139,14 +152,18 @@ class Scene:
             result = error
         on_end(result)
 
-    def _engine(self, name: str, caches: ToyCaches, metadata: bytes) -> EngineDescription:
+    def _engine(
+        self, name: str, caches: ToyCaches, metadata: bytes
+    ) -> EngineDescription:
         worker = WorkerDescription(
             place=Place(),
             agent=name,
             agent_metadata=metadata,
             memory="DRAM",
             device=0,
-            lease_table=LeaseTableAddress(address=self._words.ctypes.data, slots=len(self._words)),
+            lease_table=LeaseTableAddress(
+                address=self._words.ctypes.data, slots=len(self._words)
+            ),
             tensors=caches.kv.tensors,
         )
         return samples.engine(workers=[worker], engine_id=name, groups=(self._group,))

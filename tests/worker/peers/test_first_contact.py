@@ -38,7 +38,9 @@ def _threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def test_threads_are_as_many_with_256_silent_producers_as_with_one(contact: FirstContact) -> None:
+def test_threads_are_as_many_with_256_silent_producers_as_with_one(
+    contact: FirstContact,
+) -> None:
     ended: queue.SimpleQueue[HandshakeResult] = queue.SimpleQueue()
     with socket.create_server((HOST, 0), backlog=PEERS) as silent:
         _, port = silent.getsockname()
@@ -72,11 +74,17 @@ def test_a_hundred_descriptions_are_planned_by_a_fixed_number_of_threads(
         for _ in range(100):
             contact.begin(key, ended.put)
         results = [ended.get(timeout=60) for _ in range(100)]
-    assert all(isinstance(result, PeerRefused) for result in results), "it has another boot"
-    planners = [one for one in threading.enumerate() if one.name.startswith("kvferry-planner")]
+    assert all(isinstance(result, PeerRefused) for result in results), (
+        "it has another boot"
+    )
+    planners = [
+        one for one in threading.enumerate() if one.name.startswith("kvferry-planner")
+    ]
     assert 1 <= len(planners) <= PLANS_AT_ONCE
     contact.close()
-    wait_until(lambda: not any(one.is_alive() for one in planners), "they end with the worker")
+    wait_until(
+        lambda: not any(one.is_alive() for one in planners), "they end with the worker"
+    )
 
 
 def test_a_system_that_gives_no_more_threads_fails_the_contact_and_not_the_next(

@@ -48,7 +48,9 @@ class Scene:
             self.under_way.pop()(NO_ANSWER)
 
     def ask(self, host: str, number: int = 0) -> str | None:
-        return self.handshakes.request(PeerKey(host, 5600 + number, f"E{number}", "0" * 32))
+        return self.handshakes.request(
+            PeerKey(host, 5600 + number, f"E{number}", "0" * 32)
+        )
 
     def take(self) -> None:
         self.ended += [key for key, _ in self.handshakes.arrivals()]
@@ -111,7 +113,9 @@ def test_a_host_that_has_answered_before_does_not_wait_for_any_number_of_unverif
     assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE
 
 
-def test_one_unverified_host_gets_few_handshakes_and_few_places_in_the_queue(scene: Scene) -> None:
+def test_one_unverified_host_gets_few_handshakes_and_few_places_in_the_queue(
+    scene: Scene,
+) -> None:
     answers = [scene.ask("dark", number) for number in range(40)]
     assert answers[:32] == [None] * 32
     assert all(answer is not None for answer in answers[32:])
@@ -133,7 +137,9 @@ def test_a_host_that_is_written_in_many_ways_is_one_host(scene: Scene) -> None:
     assert scene.asked_of("d") == 4
 
 
-def test_waiting_peers_are_asked_in_turn_when_others_have_answered_or_failed(scene: Scene) -> None:
+def test_waiting_peers_are_asked_in_turn_when_others_have_answered_or_failed(
+    scene: Scene,
+) -> None:
     for number in range(UNVERIFIED_AT_ONCE + 10):
         scene.ask(f"dark{number}")
     scene.is_asked("dark", UNVERIFIED_AT_ONCE)
@@ -144,7 +150,9 @@ def test_waiting_peers_are_asked_in_turn_when_others_have_answered_or_failed(sce
     assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE + 10
 
 
-def test_no_peer_is_asked_twice_at_a_time_and_the_queue_is_bounded(scene: Scene) -> None:
+def test_no_peer_is_asked_twice_at_a_time_and_the_queue_is_bounded(
+    scene: Scene,
+) -> None:
     for _ in range(3):
         assert scene.ask("dark0") is None
     assert len(scene.handshakes) == 1
@@ -187,7 +195,9 @@ def test_a_load_takes_over_a_contact_that_waits_or_is_under_way(scene: Scene) ->
     )
 
 
-def test_a_host_that_answered_once_and_then_no_more_is_unverified_again(scene: Scene) -> None:
+def test_a_host_that_answered_once_and_then_no_more_is_unverified_again(
+    scene: Scene,
+) -> None:
     scene.handshakes._answered["dark"] = None
     for number in range(2):
         scene.ask("dark", number)
@@ -253,7 +263,9 @@ def test_handshakes_that_no_load_waits_for_any_more_leave_their_places_unless_th
     for number in range(20):
         scene.ask("dark", number)
     scene.is_asked("dark", FOR_LOADS.per_unverified_host)
-    withdrawn = [scene.handshakes.withdraw(_key("dark", number)) for number in range(20)]
+    withdrawn = [
+        scene.handshakes.withdraw(_key("dark", number)) for number in range(20)
+    ]
     assert withdrawn.count(True) == 20 - FOR_LOADS.per_unverified_host
     assert len(scene.handshakes) == FOR_LOADS.per_unverified_host
     assert not scene.handshakes.withdraw(_key("dark", 19)), "it is not known any more"
@@ -266,7 +278,9 @@ def test_a_host_that_has_answered_leaves_places_for_others_however_many_of_its_p
     scene: Scene,
 ) -> None:
     scene.handshakes._answered["dark"] = None
-    refused = [why for number in range(300) if (why := scene.ask("dark", number)) is not None]
+    refused = [
+        why for number in range(300) if (why := scene.ask("dark", number)) is not None
+    ]
     assert len(scene.handshakes) == FOR_LOADS.wanted // 2
     assert refused[0] == "128 engines of this host have not answered yet"
     assert scene.ask("live") is None

@@ -18,7 +18,9 @@ from kvferry.worker.peers.registry import Unavailable
 from tests.worker.peers.scene import ENTRIES, KEY, TTL_S, Scene
 
 
-def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backoff_doubles_up_to_its_limit(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "AVOID", Backoff(1.0, 5.0))
     scene.answer = scene.refuse
     now_s = 100.0
@@ -27,21 +29,27 @@ def test_the_backoff_doubles_up_to_its_limit(scene: Scene, monkeypatch: pytest.M
         assert found == Unavailable(FailureReason.HANDSHAKE, "no answer")
         assert len(scene.asked) == failures
         assert scene.registry.get(KEY, now_s + backoff_s - 0.01) == found
-        assert len(scene.asked) == failures, "it was asked again before the back-off was over"
+        assert len(scene.asked) == failures, (
+            "it was asked again before the back-off was over"
+        )
         now_s += backoff_s
     scene.answer = scene.known
     peer = scene.connect(now_s)
     assert isinstance(peer, Peer)
     scene.registry.lost(peer, "the test wanted it", now_s)
     assert isinstance(scene.registry.get(KEY, now_s + 0.99), Unavailable)
-    assert scene.registry.get(KEY, now_s + 1.0) is None, "after a success the back-off starts anew"
+    assert scene.registry.get(KEY, now_s + 1.0) is None, (
+        "after a success the back-off starts anew"
+    )
 
 
 def test_a_plan_is_logged_whole_with_what_the_line_has_no_room_for_at_debug(
     scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        TransferPlan, "describe_all", lambda _: ("plan: 2 more lines at DEBUG", "one", "two")
+        TransferPlan,
+        "describe_all",
+        lambda _: ("plan: 2 more lines at DEBUG", "one", "two"),
     )
     caplog.set_level(logging.DEBUG, "kvferry.worker.peers.registry")
     assert isinstance(scene.connect(0.0), Peer)
@@ -51,7 +59,9 @@ def test_a_plan_is_logged_whole_with_what_the_line_has_no_room_for_at_debug(
     assert more == [(logging.DEBUG, f"peer={KEY} {line}") for line in ("one", "two")]
 
 
-def test_a_restart_is_not_held_up_by_the_backoff_of_the_former_life(scene: Scene) -> None:
+def test_a_restart_is_not_held_up_by_the_backoff_of_the_former_life(
+    scene: Scene,
+) -> None:
     scene.answer = scene.refuse
     for now_s in (0.0, 10.0, 20.0, 40.0):
         assert isinstance(scene.connect(now_s), Unavailable)
@@ -74,12 +84,16 @@ def test_a_lost_peer_that_was_reconnected_is_not_lost_again(scene: Scene) -> Non
     assert scene.registry.get(KEY, 100.0) is present
 
 
-def test_a_first_read_that_does_not_end_gives_nothing_back_before_it_has(scene: Scene) -> None:
+def test_a_first_read_that_does_not_end_gives_nothing_back_before_it_has(
+    scene: Scene,
+) -> None:
     scene.network.freeze("producer")
     assert scene.connect(0.0) is None
     assert scene.registry.busy()
     scene.registry.step(100.0, ())
-    assert scene.registry.get(KEY, 100.0) is None, "a pause of this process counts for little"
+    assert scene.registry.get(KEY, 100.0) is None, (
+        "a pause of this process counts for little"
+    )
     for tenth in range(1, 12):
         scene.registry.step(100.0 + tenth / 10, ())
     found = scene.registry.get(KEY, 101.1)
@@ -118,12 +132,16 @@ def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_connected_ag
     assert isinstance(scene.connect(150.0 + TTL_S), Peer), "it has no back-off"
 
 
-def test_a_peer_that_is_read_from_for_longer_than_its_time_is_kept(scene: Scene) -> None:
+def test_a_peer_that_is_read_from_for_longer_than_its_time_is_kept(
+    scene: Scene,
+) -> None:
     scene.connect(0.0)
     scene.registry.step(10 * TTL_S, {KEY})
     assert scene.fabric.peers == {"producer"}
     scene.registry.step(11 * TTL_S - 1.0, ())
-    assert scene.fabric.peers == {"producer"}, "its time begins when it is not read from any more"
+    assert scene.fabric.peers == {"producer"}, (
+        "its time begins when it is not read from any more"
+    )
     scene.registry.step(11 * TTL_S, ())
     assert scene.nothing_is_left()
 
@@ -150,7 +168,10 @@ def test_of_too_many_peers_the_one_that_was_unused_longest_is_forgotten_and_none
 
 FORMER_LIVES: dict[str, tuple[dict[str, Any], str]] = {
     "a new boot": ({"boot": "1" * 32}, "successor"),
-    "another engine at the address": ({"boot": "1" * 32, "engine_id": "another"}, "successor"),
+    "another engine at the address": (
+        {"boot": "1" * 32, "engine_id": "another"},
+        "successor",
+    ),
     "the same boot and agent, at another host": ({"host": "10.9.9.9"}, "producer"),
 }
 
@@ -171,7 +192,9 @@ def test_a_former_life_is_forgotten_at_once_and_no_other_engine_with_it(
 
 
 ELSEWHERE = pytest.mark.parametrize(
-    "changed", [{"host": "10.9.9.9"}, {"port": 7777}], ids=["at another host", "at another port"]
+    "changed",
+    [{"host": "10.9.9.9"}, {"port": 7777}],
+    ids=["at another host", "at another port"],
 )
 
 

@@ -17,7 +17,9 @@ from kvferry.worker.peers.registry import Unavailable
 from tests.worker.peers.scene import ENTRIES, KEY, TTL_S, Scene
 
 
-def test_a_peer_that_waiting_requests_name_is_ready_when_the_first_load_comes(scene: Scene) -> None:
+def test_a_peer_that_waiting_requests_name_is_ready_when_the_first_load_comes(
+    scene: Scene,
+) -> None:
     scene.prewarm(0.0)
     assert scene.fabric.calls["post_read"] == 1
     assert isinstance(scene.registry.get(KEY, 0.0), Peer)
@@ -112,7 +114,8 @@ def test_a_static_peer_that_answers_again_is_connected_at_once_however_often_it_
 
 
 @pytest.mark.parametrize(
-    "error", [PeerRefused("it has restarted"), PlanRefused([Reason("dtype", "a", "b", "c")])]
+    "error",
+    [PeerRefused("it has restarted"), PlanRefused([Reason("dtype", "a", "b", "c")])],
 )
 def test_a_static_peer_that_refuses_is_left_alone_although_it_answers(
     scene: Scene, error: Exception

@@ -70,7 +70,9 @@ class Program:
         multiplications = sum(
             count for opcode, count in opcodes.items() if opcode.startswith("IMAD")
         )
-        return cls(warps, registers, sum(opcodes.values()), multiplications, moved_bytes)
+        return cls(
+            warps, registers, sum(opcodes.values()), multiplications, moved_bytes
+        )
 
     @property
     def resident(self) -> int:
@@ -99,9 +101,21 @@ class Prediction:
 def predict(gpu: Gpu, program: Program) -> Prediction:
     """The prediction for long waves, in which every multiprocessor always has programs to run."""
     waiting_ns = (TABLE_LOADS * gpu.table_ns + gpu.memory_ns) / program.resident
-    cycles = max(program.instructions / _SCHEDULERS, program.multiplications / (_SCHEDULERS / 2))
+    cycles = max(
+        program.instructions / _SCHEDULERS, program.multiplications / (_SCHEDULERS / 2)
+    )
     issuing_ns = program.warps * cycles / gpu.ghz
-    reach = gpu.multiprocessors * program.moved_bytes / (waiting_ns + issuing_ns) / gpu.copy_gb_s
+    reach = (
+        gpu.multiprocessors
+        * program.moved_bytes
+        / (waiting_ns + issuing_ns)
+        / gpu.copy_gb_s
+    )
     return Prediction(
-        reach, "memory" if reach >= 1 else "latency" if waiting_ns > issuing_ns else "instructions"
+        reach,
+        "memory"
+        if reach >= 1
+        else "latency"
+        if waiting_ns > issuing_ns
+        else "instructions",
     )

@@ -9,7 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.worker.relayout.shape import CopyAxis, ElementConversion, ElementType, Shape
+from kvferry.worker.relayout.shape import (
+    CopyAxis,
+    ElementConversion,
+    ElementType,
+    Shape,
+)
 from kvferry.worker.relayout.wave_table import WaveTable
 
 GUARD_BYTES = 64
@@ -63,7 +68,9 @@ def random_case(seed: int, *, converts: bool = False) -> Case:
     for index in range(draw.randint(1, 3)):
         conversion = None
         if converts and draw.random() < 0.8:
-            conversion = ElementConversion(*(draw.choice(list(ElementType)) for _ in range(2)))
+            conversion = ElementConversion(
+                *(draw.choice(list(ElementType)) for _ in range(2))
+            )
         shape, unit_strides, axes = random_shape(draw, conversion)
         source_loops, destination_loops, pieces = unit_strides
         first, stop = len(units), len(units) + draw.choice((0, 1, 2, 5))
@@ -91,7 +98,10 @@ def random_case(seed: int, *, converts: bool = False) -> Case:
             rows.append((source, destination, index, first, stop, len(scales)))
             if shape.conversion and draw.random() < 0.7:
                 scales += [
-                    (draw.choice((1.0, 0.37, 3.1, 2.0**-7)), draw.choice((1.0, 0.02, 7.7)))
+                    (
+                        draw.choice((1.0, 0.37, 3.1, 2.0**-7)),
+                        draw.choice((1.0, 0.02, 7.7)),
+                    )
                     for _ in range(axes)
                 ]
             else:
@@ -114,7 +124,9 @@ def random_shape(
     draw: random.Random, conversion: ElementConversion | None
 ) -> tuple[Shape, tuple[Loops, Loops, int], int]:
     """A shape, the layout of its pieces on both sides, and the number of scales of a piece."""
-    counts = [draw.choice((1, 2, 2, 3, 4, 7)) for _ in range(draw.choice((0, 1, 2, 3, 4, 4)))]
+    counts = [
+        draw.choice((1, 2, 2, 3, 4, 7)) for _ in range(draw.choice((0, 1, 2, 3, 4, 4)))
+    ]
     pieces = draw.randint(1, 3)
     together = draw.choice((1, 2, 4, 8))  # of a lane: the alignment
     run = together * draw.choice((1, 1, 2, 3, 5))
@@ -131,15 +143,23 @@ def random_shape(
     sides = []
     for size, grain in zip(sizes, grains, strict=True):
         blocks, positions = draw.randint(1, 6), draw.randint(1, 3)
-        strides, extent = laid_out(draw, [*counts, blocks, positions, pieces], run * size, grain)
+        strides, extent = laid_out(
+            draw, [*counts, blocks, positions, pieces], run * size, grain
+        )
         whole = -(-extent // 64) * 64
         sides.append((strides, (blocks, positions), whole))
-    scaled = draw.randrange(len(counts)) if counts and conversion and draw.random() < 0.5 else None
+    scaled = (
+        draw.randrange(len(counts))
+        if counts and conversion and draw.random() < 0.5
+        else None
+    )
     axes = [
         CopyAxis(count, sides[0][0][loop], sides[1][0][loop], loop == scaled)
         for loop, count in enumerate(counts)
     ]
-    unit_strides = [(strides[len(counts)], strides[len(counts) + 1]) for strides, _, _ in sides]
+    unit_strides = [
+        (strides[len(counts)], strides[len(counts) + 1]) for strides, _, _ in sides
+    ]
     make = Shape.from_axes if draw.random() < 0.7 else plain
     shape = make(
         axes,

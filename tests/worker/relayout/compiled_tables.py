@@ -23,10 +23,14 @@ def compiled(
     code = compile_kernel(
         gpu.architecture, converts=converts, tile=tile_of(tile, converts), warps=warps
     )
-    return code, code.path("STG.E.64", avoiding="LDG.E.64") if converts else code.path("STG.E.128")
+    return code, code.path("STG.E.64", avoiding="LDG.E.64") if converts else code.path(
+        "STG.E.128"
+    )
 
 
-def program(gpu: Gpu, *, converts: bool, tile: int = TILE, warps: int = WARPS) -> Program:
+def program(
+    gpu: Gpu, *, converts: bool, tile: int = TILE, warps: int = WARPS
+) -> Program:
     """The same for the model."""
     code, path = compiled(gpu, converts=converts, tile=tile, warps=warps)
     moved = tile_of(tile, converts) * (_CONVERTED_CHUNK_BYTES if converts else 32)
@@ -60,7 +64,11 @@ def resources() -> str:
 def predictions() -> str:
     """The model for the chosen tile and warps, for others, and for a conversion."""
     rows: list[tuple[object, ...]] = []
-    kinds = [(False, TILE, WARPS), *((False, *size) for size in OTHER_SIZES), (True, TILE, WARPS)]
+    kinds = [
+        (False, TILE, WARPS),
+        *((False, *size) for size in OTHER_SIZES),
+        (True, TILE, WARPS),
+    ]
     for converts, tile, warps in kinds:
         for gpu in GPUS:
             found = program(gpu, converts=converts, tile=tile, warps=warps)
@@ -72,7 +80,15 @@ def predictions() -> str:
             share = f"{predicted.share:.0%}{f' ({predicted.reach:.1f}×)' if predicted.reach > 1 else ''}"
             bandwidth = f"{predicted.share * gpu.copy_gb_s:.0f}"
             rows.append(
-                (variant, size, gpu.name, found.resident, bandwidth, share, predicted.limit)
+                (
+                    variant,
+                    size,
+                    gpu.name,
+                    found.resident,
+                    bandwidth,
+                    share,
+                    predicted.limit,
+                )
             )
     head = "variant | chunks, warps of a program | GPU | programs on a multiprocessor | predicted bandwidth, GB/s"
     return markdown.table(f"{head} | of the copy's | limited by", rows)
@@ -90,7 +106,8 @@ def gpus() -> str:
         for gpu in GPUS
     ]
     return markdown.table(
-        "GPU | multiprocessors | GHz | copy, GB/s | table load, ns | memory load, ns", rows
+        "GPU | multiprocessors | GHz | copy, GB/s | table load, ns | memory load, ns",
+        rows,
     )
 
 

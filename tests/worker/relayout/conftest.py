@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.worker.relayout.runners import Interpreter, Runner, interpreter, on_cuda, reference
+from tests.worker.relayout.runners import (
+    Interpreter,
+    Runner,
+    interpreter,
+    on_cuda,
+    reference,
+)
 
 IMPLEMENTATIONS = ("reference", "interpreter", "cuda")
 
@@ -16,7 +22,8 @@ IMPLEMENTATIONS = ("reference", "interpreter", "cuda")
 def interpreted() -> Iterator[Interpreter]:
     """Triton under its interpreter."""
     pytest.importorskip(
-        "triton", reason="Triton is not installed: the kernel was not run, not even interpreted"
+        "triton",
+        reason="Triton is not installed: the kernel was not run, not even interpreted",
     )
     with interpreter() as running:
         yield running

@@ -13,10 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.worker.relayout.shape import ElementType
-from kvferry.worker.relayout.wave_table import DESTINATION, SCALE, SHAPE, SOURCE, WaveTable
+from kvferry.worker.relayout.wave_table import (
+    DESTINATION,
+    SCALE,
+    SHAPE,
+    SOURCE,
+    WaveTable,
+)
 
-MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23, "float8_e4m3": 3, "float8_e5m2": 2}
-BIAS = {"bfloat16": 127, "float16": 15, "float32": 127, "float8_e4m3": 7, "float8_e5m2": 15}
+MANTISSA = {
+    "bfloat16": 7,
+    "float16": 10,
+    "float32": 23,
+    "float8_e4m3": 3,
+    "float8_e5m2": 2,
+}
+BIAS = {
+    "bfloat16": 127,
+    "float16": 15,
+    "float32": 127,
+    "float8_e4m3": 7,
+    "float8_e5m2": 15,
+}
 NAN = {
     "bfloat16": 0x7FC0,
     "float16": 0x7E00,
@@ -52,7 +70,9 @@ def magnitude_of(code: int, kind: ElementType) -> float:
 @cache
 def magnitudes(kind: ElementType) -> NDArray[np.float64]:
     """The absolute value of every code without a sign."""
-    return np.array([magnitude_of(code, kind) for code in range(1 << (8 * kind.num_bytes - 1))])
+    return np.array(
+        [magnitude_of(code, kind) for code in range(1 << (8 * kind.num_bytes - 1))]
+    )
 
 
 class Rounding:
@@ -62,14 +82,18 @@ class Rounding:
         self.kind = kind
         self.values = magnitudes(kind)[np.isfinite(magnitudes(kind))]
         top = self.values[-1] - self.values[-2]
-        self.limit = self.values[-1] + top / 2  # from here on the next value up would be as near
+        self.limit = (
+            self.values[-1] + top / 2
+        )  # from here on the next value up would be as near
 
     def encode(self, values: NDArray[np.float64]) -> NDArray[np.int64]:
         """Codes of magnitudes; infinity and what would be rounded beyond the largest value is the type's overflow."""
         above = np.clip(np.searchsorted(self.values, values), 1, len(self.values) - 1)
         below = above - 1
         up, down = self.values[above] - values, values - self.values[below]
-        nearest = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+        nearest = np.where(
+            (up < down) | ((up == down) & (above % 2 == 0)), above, below
+        )
         return np.where(values >= self.limit, OVERFLOW[self.kind.value], nearest)
 
 
@@ -103,7 +127,9 @@ def convert(
     return np.asarray(encoded | ((codes >> sign_bit) << (8 * target.num_bytes - 1)))
 
 
-def relayout(table: WaveTable, source: NDArray[np.uint8], destination: NDArray[np.uint8]) -> None:
+def relayout(
+    table: WaveTable, source: NDArray[np.uint8], destination: NDArray[np.uint8]
+) -> None:
     """Do what the table says; its addresses are offsets in the two arrays."""
     for piece in table.rows.tolist():
         shape = table.pieces.shapes[piece[SHAPE]]
@@ -118,18 +144,24 @@ def relayout(table: WaveTable, source: NDArray[np.uint8], destination: NDArray[n
             stop += unit[3] * shape.destination_unit_stride[1]
             for index in itertools.product(*(range(axis.steps) for axis in shape.axes)):
                 src = start + sum(
-                    i * axis.source_stride for i, axis in zip(index, shape.axes, strict=True)
+                    i * axis.source_stride
+                    for i, axis in zip(index, shape.axes, strict=True)
                 )
                 dst = stop + sum(
-                    i * axis.destination_stride for i, axis in zip(index, shape.axes, strict=True)
+                    i * axis.destination_stride
+                    for i, axis in zip(index, shape.axes, strict=True)
                 )
                 run = source[src : src + shape.run * here]
                 if shape.conversion is not None:
                     row = piece[SCALE] + sum(
-                        i for i, axis in zip(index, shape.axes, strict=True) if axis.scaled
+                        i
+                        for i, axis in zip(index, shape.axes, strict=True)
+                        if axis.scaled
                     )
                     first, second = table.pieces.scales[row]
-                    codes = np.ascontiguousarray(run).view(UNSIGNED[here]).astype(np.int64)
+                    codes = (
+                        np.ascontiguousarray(run).view(UNSIGNED[here]).astype(np.int64)
+                    )
                     converted = convert(codes, shape.conversion, (first, second))
                     run = converted.astype(UNSIGNED[there]).view(np.uint8)
                 destination[dst : dst + shape.run * there] = run

@@ -55,7 +55,9 @@ class StandInDriver:
         return GPUTarget("cuda", self.architecture, 32)
 
     def get_current_device(self) -> int:
-        return self.architecture  # so that Triton's tables of kernels per device are apart
+        return (
+            self.architecture
+        )  # so that Triton's tables of kernels per device are apart
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -68,14 +70,24 @@ class StandInDriver:
     ) -> tuple[None, int, int, int, int]:
         if cubin not in self._loaded:
             self._loaded.append(cubin)
-        return None, self._loaded.index(cubin), 0, 0, 1024  # no module, so nothing to unload
+        return (
+            None,
+            self._loaded.index(cubin),
+            0,
+            0,
+            1024,
+        )  # no module, so nothing to unload
 
     def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
         from kvferry.worker.relayout.kernel import _relayout_kernel
 
-        def launch(x: int, y: int, z: int, stream: int, function: int, *arguments: object) -> None:
+        def launch(
+            x: int, y: int, z: int, stream: int, function: int, *arguments: object
+        ) -> None:
             self.launches.append(function)
-            self.compiled = list(_relayout_kernel.device_caches[self.architecture][0].values())
+            self.compiled = list(
+                _relayout_kernel.device_caches[self.architecture][0].values()
+            )
 
         return launch
 
@@ -98,7 +110,9 @@ def gpu(architecture: int) -> Iterator[StandInDriver]:
 
 
 @cache
-def compile_kernel(architecture: int, *, converts: bool, tile: int, warps: int) -> MachineCode:
+def compile_kernel(
+    architecture: int, *, converts: bool, tile: int, warps: int
+) -> MachineCode:
     """One variant; `tile` in chunks, as `launch_relayout` takes it."""
     from kvferry.worker.relayout import kernel
 
@@ -213,14 +227,20 @@ class MachineCode:
             passed |= store in block.opcodes
             if not block.next:
                 return (len(block.opcodes) if passed else math.inf, (number,))
-            length, onward = min(shortest(one, passed) for one in block.next if one > number)
+            length, onward = min(
+                shortest(one, passed) for one in block.next if one > number
+            )
             return (length + len(block.opcodes), (number, *onward))
 
         length, numbers = shortest(0, False)
         if length == math.inf:
             raise LookupError(f"no way through the kernel has {store}")
-        return Counter(opcode for number in numbers for opcode in self.blocks[number].opcodes)
+        return Counter(
+            opcode for number in numbers for opcode in self.blocks[number].opcodes
+        )
 
 
 def _output_of(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True
+    ).stdout

@@ -42,7 +42,9 @@ Make = Callable[[list[torch.Tensor], list[torch.Tensor]], Relayout]
 
 def run_here(case: Case, make: Make, device: torch.device) -> Outcome:
     """Run a case in this process."""
-    source = torch.empty(case.source_at + len(case.source), dtype=torch.uint8, device=device)
+    source = torch.empty(
+        case.source_at + len(case.source), dtype=torch.uint8, device=device
+    )
     source[case.source_at :] = torch.from_numpy(case.source).to(device)
     destination = torch.empty(
         case.destination_at + len(case.destination), dtype=torch.uint8, device=device

@@ -7,7 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.worker.relayout.shape import CopyAxis, ElementConversion, ElementType, Shape
+from kvferry.worker.relayout.shape import (
+    CopyAxis,
+    ElementConversion,
+    ElementType,
+    Shape,
+)
 from kvferry.worker.relayout.wave_table import InvalidTable, WaveTable
 from tests.worker.relayout import definitions
 from tests.worker.relayout.cases import Case, random_case
@@ -27,7 +32,9 @@ def check(run: Runner, case: Case, reproduce: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("converts", [False, True], ids=["copies", "conversions and scales"])
+@pytest.mark.parametrize(
+    "converts", [False, True], ids=["copies", "conversions and scales"]
+)
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_random_waves_put_every_byte_in_its_place_and_touch_no_other(
     run: Runner, first: int, converts: bool
@@ -66,10 +73,14 @@ def test_every_code_of_every_type_is_rounded_to_nearest_even_and_saturates(
         codes = codes_of(kind)
         codes = codes[: len(codes) // 8 * 8]
         rows.append((at, to, len(shapes), 0, 1, 0))
-        shapes.append(Shape(axes=(), run=len(codes), conversion=ElementConversion(kind, target)))
+        shapes.append(
+            Shape(axes=(), run=len(codes), conversion=ElementConversion(kind, target))
+        )
         sources.append(codes.view(np.uint8))
         converted = definitions.convert(codes.astype(np.int64), (kind, target), scales)
-        expected.append(converted.astype(definitions.UNSIGNED[target.num_bytes]).view(np.uint8))
+        expected.append(
+            converted.astype(definitions.UNSIGNED[target.num_bytes]).view(np.uint8)
+        )
         at, to = at + len(sources[-1]), to + len(expected[-1])
     table = WaveTable.from_rows(shapes, rows, [(0, 0, 0, 0)], [scales])
     case = Case(table, np.concatenate(sources), np.full(to, 0xAA, dtype=np.uint8))
@@ -83,11 +94,17 @@ def test_every_code_of_every_type_is_rounded_to_nearest_even_and_saturates(
 
 
 def one(
-    kind: ElementType, code: int, target: ElementType, scales: tuple[float, float] = (1, 1)
+    kind: ElementType,
+    code: int,
+    target: ElementType,
+    scales: tuple[float, float] = (1, 1),
 ) -> Case:
     conversion = ElementConversion(kind, target)
     table = WaveTable.from_rows(
-        [Shape(axes=(), run=1, conversion=conversion)], [(0, 0, 0, 0, 1, 0)], [(0,) * 4], [scales]
+        [Shape(axes=(), run=1, conversion=conversion)],
+        [(0, 0, 0, 0, 1, 0)],
+        [(0,) * 4],
+        [scales],
     )
     source = np.array([code], dtype=definitions.UNSIGNED[kind.num_bytes]).view(np.uint8)
     return Case(table, source, np.zeros(target.num_bytes, dtype=np.uint8))
@@ -104,7 +121,12 @@ B16, E4M3, E5M2, F16 = (
 @pytest.mark.parametrize(
     ("kind", "code", "target", "expected"),
     [
-        (B16, 0x41D8, E4M3, 0x5E),  # 27 lies between 26 (0x5d) and 28 (0x5e): a tie, to even
+        (
+            B16,
+            0x41D8,
+            E4M3,
+            0x5E,
+        ),  # 27 lies between 26 (0x5d) and 28 (0x5e): a tie, to even
         (B16, 0x43E8, E4M3, 0x7E),  # 464 lies between 448 and what would be 480
         (B16, 0x7F80, E4M3, 0x7E),  # infinity
         (B16, 0xFFC1, E4M3, 0xFF),  # a NaN, negative
@@ -117,7 +139,9 @@ B16, E4M3, E5M2, F16 = (
 def test_roundings_worked_out_by_hand(
     run: Runner, kind: ElementType, code: int, target: ElementType, expected: int
 ) -> None:
-    found = run(one(kind, code, target)).destination.view(definitions.UNSIGNED[target.num_bytes])
+    found = run(one(kind, code, target)).destination.view(
+        definitions.UNSIGNED[target.num_bytes]
+    )
     assert hex(found[0]) == hex(expected)
 
 
@@ -129,8 +153,12 @@ def test_the_example_of_the_docstrings(run: Runner) -> None:
         source_unit_stride=(64, 0),
         destination_unit_stride=(64, 0),
     )
-    table = WaveTable.from_rows([shape], [(0, 0, 0, 0, 2, 0)], [(0, 0, 7, 0), (1, 0, 3, 0)])
-    case = Case(table, np.arange(128, dtype=np.uint8), np.full(512, 0xEE, dtype=np.uint8))
+    table = WaveTable.from_rows(
+        [shape], [(0, 0, 0, 0, 2, 0)], [(0, 0, 7, 0), (1, 0, 3, 0)]
+    )
+    case = Case(
+        table, np.arange(128, dtype=np.uint8), np.full(512, 0xEE, dtype=np.uint8)
+    )
     cache = check(run, case, "the example").destination
     assert cache[472] == 40
     assert cache[448:512].reshape(4, 2, 8)[:, :, 0].tolist() == [
@@ -149,7 +177,9 @@ def test_the_example_of_the_docstrings(run: Runner) -> None:
 
 
 def test_an_empty_wave_launches_nothing(run: Runner) -> None:
-    table = WaveTable.from_rows([Shape(axes=(), run=8)], [(0, 0, 0, 0, 0, 0)], [(0, 0, 0, 0)])
+    table = WaveTable.from_rows(
+        [Shape(axes=(), run=8)], [(0, 0, 0, 0, 0, 0)], [(0, 0, 0, 0)]
+    )
     outcome = run(Case(table, np.zeros(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)))
     assert (outcome.launches, outcome.destination.tolist()) == (0, [0] * 8)
 
@@ -167,7 +197,9 @@ def test_an_empty_wave_launches_nothing(run: Runner) -> None:
 def test_what_leaves_the_memory_is_refused(
     run: Runner, piece: tuple[int, ...], unit: tuple[int, ...], message: str
 ) -> None:
-    shape = Shape(axes=(), run=64, source_unit_stride=(1, 0), destination_unit_stride=(0, 1))
+    shape = Shape(
+        axes=(), run=64, source_unit_stride=(1, 0), destination_unit_stride=(0, 1)
+    )
     case = Case(
         WaveTable.from_rows([shape], [piece], [unit]),
         np.zeros(64, dtype=np.uint8),
@@ -177,12 +209,16 @@ def test_what_leaves_the_memory_is_refused(
         run(case)
 
 
-@pytest.mark.parametrize(("shift", "refused"), [(0, False), (1, False), (2, True), (-1, True)])
+@pytest.mark.parametrize(
+    ("shift", "refused"), [(0, False), (1, False), (2, True), (-1, True)]
+)
 def test_what_is_shifted_out_of_the_source_is_refused(
     run: Runner, shift: int, refused: bool
 ) -> None:
     table = WaveTable.from_rows(
-        [Shape(axes=(), run=32, source_unit_stride=(32, 0))], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]
+        [Shape(axes=(), run=32, source_unit_stride=(32, 0))],
+        [(0, 0, 0, 0, 1, 0)],
+        [(0, 0, 0, 0)],
     )
     case = Case(
         replace(table, shifts=np.array([shift])),
@@ -193,7 +229,9 @@ def test_what_is_shifted_out_of_the_source_is_refused(
         with pytest.raises(InvalidTable, match=r"source .* lies in none"):
             run(case)
     else:
-        assert run(case).destination.tolist() == list(range(32 * shift, 32 * shift + 32))
+        assert run(case).destination.tolist() == list(
+            range(32 * shift, 32 * shift + 32)
+        )
 
 
 FAR = (1 << 32) + 3 * 4096
@@ -204,7 +242,12 @@ FAR = (1 << 32) + 3 * 4096
     ("shape", "unit"),
     [
         (
-            Shape(axes=(), run=48, source_unit_stride=(FAR, 0), destination_unit_stride=(FAR, 0)),
+            Shape(
+                axes=(),
+                run=48,
+                source_unit_stride=(FAR, 0),
+                destination_unit_stride=(FAR, 0),
+            ),
             (1, 0, 1, 0),
         ),
         (
@@ -217,12 +260,24 @@ FAR = (1 << 32) + 3 * 4096
             (4096, 0, FAR >> 12, 0),
         ),
         (
-            Shape(axes=(), run=48, source_unit_stride=(0, FAR), destination_unit_stride=(0, FAR)),
+            Shape(
+                axes=(),
+                run=48,
+                source_unit_stride=(0, FAR),
+                destination_unit_stride=(0, FAR),
+            ),
             (0, 1, 0, 1),
         ),
         (Shape(axes=(CopyAxis(2, FAR, FAR),), run=48), (0, 0, 0, 0)),
         (
-            Shape(axes=(CopyAxis(3, 16, 16), CopyAxis(2, FAR, FAR), CopyAxis(1, FAR, FAR)), run=16),
+            Shape(
+                axes=(
+                    CopyAxis(3, 16, 16),
+                    CopyAxis(2, FAR, FAR),
+                    CopyAxis(1, FAR, FAR),
+                ),
+                run=16,
+            ),
             (0, 0, 0, 0),
         ),
         (
@@ -248,7 +303,9 @@ def test_offsets_beyond_two_to_the_32(
 ) -> None:
     """The axis's first step is at the start of the allocations, whose bytes are unset: only the second is compared."""
     case = Case(
-        WaveTable.from_rows([shape], [(5, 7, 0, 0, 1, 0)], [unit], [(1.0, 4.0), (2.0, 2.0)]),
+        WaveTable.from_rows(
+            [shape], [(5, 7, 0, 0, 1, 0)], [unit], [(1.0, 4.0), (2.0, 2.0)]
+        ),
         np.arange(100, dtype=np.uint8),
         np.full(100, 0xEE, dtype=np.uint8),
         source_at=FAR,

@@ -27,7 +27,9 @@ MOST_INSTRUCTIONS = {False: 620, True: 2400}
 CHUNKS_OF_A_THREAD = TILE // WARPS // 32
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda architecture: f"sm_{architecture}")
+@pytest.fixture(
+    scope="module", params=ARCHITECTURES, ids=lambda architecture: f"sm_{architecture}"
+)
 def variants(request: pytest.FixtureRequest) -> dict[bool, MachineCode]:
     """What a worker's warm-up compiles: without and with conversions."""
     memory = torch.zeros(64, dtype=torch.uint8)
@@ -53,7 +55,9 @@ def test_a_lane_copies_16_bytes_in_one_load_and_one_store(
 ) -> None:
     code = variants[False]
     path = code.path("STG.E.128")
-    assert [path[opcode] for opcode in path if opcode.startswith("STG")] == [CHUNKS_OF_A_THREAD]
+    assert [path[opcode] for opcode in path if opcode.startswith("STG")] == [
+        CHUNKS_OF_A_THREAD
+    ]
     of_table = loads(path) - 2 * CHUNKS_OF_A_THREAD  # a chunk and its unit's offsets
     assert path["LDG.E.128"] >= 2 * CHUNKS_OF_A_THREAD
     assert of_table <= 8, "the table is read in words of 16 bytes"
@@ -65,11 +69,15 @@ def test_eight_elements_are_converted_by_one_load_and_one_store(
 ) -> None:
     path = variants[True].path("STG.E.64", avoiding="LDG.E.64")
     of_a_thread = CHUNKS_OF_A_THREAD * tile_of(TILE, True) // TILE
-    assert [path[opcode] for opcode in path if opcode.startswith("STG")] == [of_a_thread]
+    assert [path[opcode] for opcode in path if opcode.startswith("STG")] == [
+        of_a_thread
+    ]
     assert loads(path) <= 2 * of_a_thread + 8
 
 
-def test_elements_are_rounded_as_the_definition_says(variants: dict[bool, MachineCode]) -> None:
+def test_elements_are_rounded_as_the_definition_says(
+    variants: dict[bool, MachineCode],
+) -> None:
     for converts, code in variants.items():
         assert "fma.rn.f32" not in code.ptx
         assert ("div.rn.f32" in code.ptx) == converts
@@ -77,7 +85,9 @@ def test_elements_are_rounded_as_the_definition_says(variants: dict[bool, Machin
         assert not code.count("F2F", "F2FP"), "a cast of the hardware's"
 
 
-def test_a_load_launches_only_what_the_warm_up_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_launches_only_what_the_warm_up_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = FakeClock(over=True)
     monkeypatch.setattr(Device, "mark", lambda _: clock.mark())
     pool = torch.zeros(1 << 17, dtype=torch.uint8)
@@ -90,7 +100,10 @@ def test_a_load_launches_only_what_the_warm_up_compiled(monkeypatch: pytest.Monk
             for mark in clock.marks[:-1]:
                 mark.over = True
             case = random_case(seed, converts=seed % 2 == 1)
-            assert relayout.try_start(case.at(pool.data_ptr(), pool.data_ptr())) is not None
+            assert (
+                relayout.try_start(case.at(pool.data_ptr(), pool.data_ptr()))
+                is not None
+            )
             launched[driver.launches[-1]] += 1
     assert compiled == len(driver.compiled) == 2, "compiled in the middle of a load"
     assert set(launched) == {0, 1}
@@ -112,7 +125,9 @@ def loads(path: Counter[str]) -> int:
     return sum(count for opcode, count in path.items() if opcode.startswith("LDG"))
 
 
-EXAMPLE = Program(warps=4, registers=64, instructions=400, multiplications=100, moved_bytes=32768)
+EXAMPLE = Program(
+    warps=4, registers=64, instructions=400, multiplications=100, moved_bytes=32768
+)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +150,6 @@ def test_an_example_of_the_model_worked_out_by_hand() -> None:
     assert predict(faster, EXAMPLE).share == pytest.approx(100 * 32768 / 600 / 8192)
     assert predict(faster, replace(EXAMPLE, registers=255)).limit == "latency"
     # 250 multiplications take 125 cycles, 400 instructions 100
-    assert predict(faster, replace(EXAMPLE, multiplications=250)).reach == pytest.approx(
-        100 * 32768 / 700 / 8192
-    )
+    assert predict(
+        faster, replace(EXAMPLE, multiplications=250)
+    ).reach == pytest.approx(100 * 32768 / 700 / 8192)

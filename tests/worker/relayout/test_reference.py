@@ -23,7 +23,9 @@ def test_mapped_memory_is_converted_without_a_warning(source: ElementType) -> No
     typed = file.tensor[: count * source.num_bytes].view(TORCH_TYPES[source])
     typed[:] = torch.arange(count, dtype=torch.float32) / 8
     caches = torch.zeros(count * 2, dtype=torch.uint8)
-    shape = Shape(axes=(), run=count, conversion=ElementConversion(source, ElementType.BFLOAT16))
+    shape = Shape(
+        axes=(), run=count, conversion=ElementConversion(source, ElementType.BFLOAT16)
+    )
     row = (mapped.ctypes.data, caches.data_ptr(), 0, 0, 1, 0)
     units = np.zeros((1, 4), dtype=np.int32)
     relayout = ReferenceRelayout([mapped], [caches])

@@ -16,9 +16,19 @@ from hypothesis import strategies as st
 
 from kvferry.plan.conversion import ITEM_BYTES
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.relayout.device_table import MAX_CHUNKS, DevicePieces, DeviceTable, divisor
+from kvferry.worker.relayout.device_table import (
+    MAX_CHUNKS,
+    DevicePieces,
+    DeviceTable,
+    divisor,
+)
 from kvferry.worker.relayout.port import Bounds, Memory
-from kvferry.worker.relayout.shape import CopyAxis, ElementConversion, ElementType, Shape
+from kvferry.worker.relayout.shape import (
+    CopyAxis,
+    ElementConversion,
+    ElementType,
+    Shape,
+)
 from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
 from tests.worker.relayout import definitions
 from tests.worker.relayout.cases import laid_out, plain, random_bytes, random_case
@@ -27,13 +37,17 @@ TO_FLOAT8 = ElementConversion(ElementType.BFLOAT16, ElementType.FLOAT8_E4M3)
 
 
 def test_the_example_of_the_docstring() -> None:
-    shape = Shape.from_axes([CopyAxis(2, 128, 32), CopyAxis(4, 32, 64), CopyAxis(2, 16, 16)], 16)
+    shape = Shape.from_axes(
+        [CopyAxis(2, 128, 32), CopyAxis(4, 32, 64), CopyAxis(2, 16, 16)], 16
+    )
     assert shape.axes == (CopyAxis(4, 32, 64), CopyAxis(2, 128, 32))
     assert shape.run == 32
     assert shape.extents == (256, 256)
 
 
-def test_with_a_conversion_a_run_grows_where_each_sides_stride_is_of_its_own_elements() -> None:
+def test_with_a_conversion_a_run_grows_where_each_sides_stride_is_of_its_own_elements() -> (
+    None
+):
     shape = Shape.from_axes([CopyAxis(4, 16, 8)], 8, conversion=TO_FLOAT8)
     assert (shape.axes, shape.run) == ((), 32)
     assert Shape.from_axes([CopyAxis(4, 16, 16)], 8, conversion=TO_FLOAT8).axes == (
@@ -58,7 +72,11 @@ def test_merging_changes_nothing_of_what_is_copied(seed: int) -> None:
     for shape in (
         merged,
         plain(
-            axes, run, source_unit_stride=(0, 0), destination_unit_stride=(0, 0), conversion=None
+            axes,
+            run,
+            source_unit_stride=(0, 0),
+            destination_unit_stride=(0, 0),
+            conversion=None,
         ),
     ):
         cache = np.zeros(destination_bytes, dtype=np.uint8)
@@ -86,7 +104,9 @@ def test_what_is_no_shape_is_refused(wrong: dict[str, object]) -> None:
         Shape(**wrong)  # type: ignore[arg-type]
 
 
-def test_every_format_that_the_planner_converts_has_a_type_and_a_number_of_its_own() -> None:
+def test_every_format_that_the_planner_converts_has_a_type_and_a_number_of_its_own() -> (
+    None
+):
     assert {kind.value for kind in ElementType} == ITEM_BYTES.keys()
     assert sorted(kind.code for kind in ElementType) == [1, 2, 3, 4, 5]
 
@@ -139,7 +159,9 @@ def test_a_range_that_leaves_the_units_is_refused(units: tuple[int, int]) -> Non
     places = np.zeros((2, 4), dtype=np.int32)
     with pytest.raises(
         InvalidTable,
-        match=re.escape(f"units of shape 1 are [{units[0]}, {units[1]}); expected some of 2"),
+        match=re.escape(
+            f"units of shape 1 are [{units[0]}, {units[1]}); expected some of 2"
+        ),
     ):
         WaveTable(pieces([(0, 0, 0, 0)]), ((0, 2), units), places)
     with pytest.raises(
@@ -151,7 +173,9 @@ def test_a_range_that_leaves_the_units_is_refused(units: tuple[int, int]) -> Non
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_scale_that_is_no_finite_number_above_zero_is_refused(scale: float) -> None:
     with pytest.raises(InvalidTable, match="finite and above 0"):
-        WaveTable.from_rows([SHAPE], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)], [(1.0, scale)])
+        WaveTable.from_rows(
+            [SHAPE], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)], [(1.0, scale)]
+        )
 
 
 @pytest.mark.parametrize(
@@ -194,12 +218,18 @@ def test_programs_cover_every_chunk_of_every_piece_once(seed: int, tile: int) ->
     moved = [0, 0]
     for piece, row in enumerate(compiled.pieces):
         (chunks, shape), (first, _) = halves(row[2]), halves(row[3])
-        tiles = [halves(program)[1] for program in compiled.programs if halves(program)[0] == piece]
+        tiles = [
+            halves(program)[1]
+            for program in compiled.programs
+            if halves(program)[0] == piece
+        ]
         assert tiles == list(range(-(-chunks // tile)))
         source, destination = halves(compiled.shapes[shape, 3])
         copies = not compiled.shapes[shape, 0] >> 8 & 63
         addresses = row[0] + (compiled.units[first : first + 1, 0] if chunks else 0)
-        assert not copies or (addresses % max(1, source) == 0).all(), "aligned to what a lane reads"
+        assert not copies or (addresses % max(1, source) == 0).all(), (
+            "aligned to what a lane reads"
+        )
         moved[0] += chunks * source
         moved[1] += chunks * destination
     assert sum(moved) == moved_bytes(table)
@@ -238,13 +268,17 @@ def test_a_lane_moves_the_most_that_addresses_and_strides_allow(
     source: int, destination: int, stride: int, run: int, width: int
 ) -> None:
     shape = Shape(axes=(CopyAxis(2, stride, 512),), run=run)
-    table = WaveTable.from_rows([shape], [(source, destination, 0, 0, 1, 0)], [(0, 0, 0, 0)])
+    table = WaveTable.from_rows(
+        [shape], [(source, destination, 0, 0, 1, 0)], [(0, 0, 0, 0)]
+    )
     assert (compile_table(table, 64).shapes[:, 0] & 31).tolist() == [width]
 
 
 def test_a_piece_of_too_many_chunks_is_refused() -> None:
     table = WaveTable.from_rows(
-        [Shape(axes=(CopyAxis(MAX_CHUNKS, 1, 2),), run=1)], [(0, 0, 0, 0, 1, 0)], [(0, 0, 0, 0)]
+        [Shape(axes=(CopyAxis(MAX_CHUNKS, 1, 2),), run=1)],
+        [(0, 0, 0, 0, 1, 0)],
+        [(0, 0, 0, 0)],
     )
     with pytest.raises(InvalidTable, match=f"a piece has {MAX_CHUNKS} chunks"):
         compile_table(table, 64)
@@ -269,16 +303,22 @@ def test_units_of_a_shape_that_no_piece_has_lead_nowhere() -> None:
     at = np.array([[memory.data_ptr()] * 2 + [0, 0]], dtype=np.int64)
     own = Memory([memory])
     units = np.array([(0, 0, 0, 0), (7, 0, 7, 0)], dtype=np.int32)
-    table = WaveTable(Pieces((Shape(axes=(), run=32), SHAPE), at), ((0, 1), (1, 2)), units)
+    table = WaveTable(
+        Pieces((Shape(axes=(), run=32), SHAPE), at), ((0, 1), (1, 2)), units
+    )
     Bounds(table.pieces, own, own).check(table)
 
 
 def test_shapes_of_the_same_units_and_strides_share_their_offsets_and_unused_shapes_have_none() -> (
     None
 ):
-    wide = Shape(axes=(), run=48, source_unit_stride=(128, 2), destination_unit_stride=(256, 3))
+    wide = Shape(
+        axes=(), run=48, source_unit_stride=(128, 2), destination_unit_stride=(256, 3)
+    )
     other = replace(wide, source_unit_stride=(64, 0))
-    rows = np.array([(0, 0, 0, 0), (16, 16, 1, 0), (0, 0, 2, 0), (0, 0, 3, 0)], dtype=np.int64)
+    rows = np.array(
+        [(0, 0, 0, 0), (16, 16, 1, 0), (0, 0, 2, 0), (0, 0, 3, 0)], dtype=np.int64
+    )
     units = np.array([(1, 5, 7, 9), (1 << 30, 0, 1 << 30, 0)], dtype=np.int32)
     whole = WaveTable(
         Pieces((wide, replace(wide, run=32), other, wide), rows),

@@ -33,11 +33,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 def wave(memory: torch.Tensor, units: int = 1) -> WaveTable:
     address = memory.data_ptr()
     return WaveTable.from_rows(
-        [Shape(axes=(), run=16)], [(address, address + 32, 0, 0, units, 0)], [(0, 0, 0, 0)] * units
+        [Shape(axes=(), run=16)],
+        [(address, address + 32, 0, 0, units, 0)],
+        [(0, 0, 0, 0)] * units,
     )
 
 
-def test_a_table_is_not_written_again_before_its_wave_is_in_place(clock: FakeClock) -> None:
+def test_a_table_is_not_written_again_before_its_wave_is_in_place(
+    clock: FakeClock,
+) -> None:
     from kvferry.worker.relayout.triton_relayout import TritonRelayout
 
     memory = torch.zeros(64, dtype=torch.uint8)
@@ -73,12 +77,16 @@ def test_the_table_of_a_launch_that_raised_is_not_used_before_the_device_has_don
     assert relayout.try_start(wave(memory)) is not None
 
 
-def test_a_wave_whose_table_is_too_large_is_refused_by_its_size(clock: FakeClock) -> None:
+def test_a_wave_whose_table_is_too_large_is_refused_by_its_size(
+    clock: FakeClock,
+) -> None:
     from kvferry.worker.relayout.triton_relayout import TritonRelayout
 
     memory = torch.zeros(64, dtype=torch.uint8)
     relayout = TritonRelayout([memory], [memory], table_bytes=4096)
-    with pytest.raises(InvalidTable, match=r"a wave's table has \d+ bytes; expected at most 4096"):
+    with pytest.raises(
+        InvalidTable, match=r"a wave's table has \d+ bytes; expected at most 4096"
+    ):
         relayout.try_start(wave(memory, units=1000))
     assert relayout.launches == 0
     assert relayout.try_start(wave(memory)) is not None
@@ -120,6 +128,6 @@ def test_there_is_room_for_every_wave_of_the_same_pieces_also_where_shapes_no_lo
     units = np.zeros((4000, 4), dtype=np.int32)
     largest = WaveTable(pieces, ((0, 2000), (0, 2000)), units)
     apart = WaveTable(pieces, ((0, 2000), (2000, 4000)), units)
-    assert DeviceTable.compile(apart, DevicePieces.compile(pieces), TILE).num_bytes <= room_for(
-        largest
-    )
+    assert DeviceTable.compile(
+        apart, DevicePieces.compile(pieces), TILE
+    ).num_bytes <= room_for(largest)

@@ -106,7 +106,9 @@ def compare(handovers: Iterable[Handover]) -> Clocks:
         if least_ns > most_ns:
             by_ns = least_ns - most_ns
             why = "one was set meanwhile, and nothing is shifted between them"
-            notes.append((by_ns, f"{clocks} contradict themselves by {_ms(by_ns)}: {why}"))
+            notes.append(
+                (by_ns, f"{clocks} contradict themselves by {_ms(by_ns)}: {why}")
+            )
         elif least_ns > 0 or most_ns < 0:
             nearest_ns = min(max(0, least_ns), most_ns)
             ahead_ns[pair] = int(nearest_ns)

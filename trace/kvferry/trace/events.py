@@ -59,8 +59,16 @@ class Phase(str, enum.Enum):
         "prefill step",
         "the producer computes a part of a prompt that is read meanwhile",
     )
-    HANDOVER = "handover", "handover", "from the prompt's end until it is loaded, or computed here"
-    ROUTER = "router", "router", "from the producer's answer to the consumer, by the router"
+    HANDOVER = (
+        "handover",
+        "handover",
+        "from the prompt's end until it is loaded, or computed here",
+    )
+    ROUTER = (
+        "router",
+        "router",
+        "from the producer's answer to the consumer, by the router",
+    )
     DECODE_QUEUE = (
         "decode_queue",
         "decode queue",
@@ -77,7 +85,11 @@ class Phase(str, enum.Enum):
     FENCE = "fence", "fence", "the producer's worker is not ready"
     POSTING = "posting", "posting", "reads are prepared and posted"
     READING = "reading", "reading", "bytes are under way"
-    CHUNK_READ = "chunk_read", "chunk read", "the part of the prompt that is complete is read"
+    CHUNK_READ = (
+        "chunk_read",
+        "chunk read",
+        "the part of the prompt that is complete is read",
+    )
     FENCE_AGAIN = "fence_again", "second fence", "check that the lease was still valid"
     REPORT = "report", "report", "some workers have not reported to the scheduler yet"
     FIRST_STEP = "first_step", "first step", "loaded, and not scheduled yet"
@@ -91,7 +103,9 @@ class ProcessRole(enum.Enum):
     WORKER = "worker"
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
+class Event(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"
+):
     """Base of all recorded events.
 
     Attributes:
@@ -151,7 +165,9 @@ class PrefillArrived(RequestEvent, frozen=True, kw_only=True, tag="prefill_arriv
     traceparent: str = ""
 
 
-class PrefillScheduled(RequestEvent, frozen=True, kw_only=True, tag="prefill_scheduled"):
+class PrefillScheduled(
+    RequestEvent, frozen=True, kw_only=True, tag="prefill_scheduled"
+):
     """Producer's scheduler: the prompt has blocks and a lease."""
 
     lease: TracedLease

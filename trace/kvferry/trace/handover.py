@@ -165,7 +165,11 @@ class Handover:
     @property
     def tokens(self) -> int:
         """Tokens of the prompt, 0 where unknown."""
-        for event in (self.get(ParamsGiven), self.get(PrefillArrived), self.get(DecodeArrived)):
+        for event in (
+            self.get(ParamsGiven),
+            self.get(PrefillArrived),
+            self.get(DecodeArrived),
+        ):
             if event is not None:
                 return event.tokens
         return 0

@@ -60,13 +60,24 @@ def perfetto_trace(timelines: Iterable[Timeline]) -> Iterator[bytes]:
 
     lines: list[tuple[int, bytes]] = []
     for engine, pid in pids.items():
-        named = {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": engine}}
+        named = {
+            "ph": "M",
+            "name": "process_name",
+            "pid": pid,
+            "args": {"name": engine},
+        }
         lines.append((zero_ns, _encode(named)))
     for number, piece in enumerate(slices, 1):
         # With an `id` that is not local to the process Perfetto puts the track beside the engines, not into one.
-        of_slice = {"cat": "kvferry", "pid": pids[piece.engine], "id2": {"local": f"{number:#x}"}}
+        of_slice = {
+            "cat": "kvferry",
+            "pid": pids[piece.engine],
+            "id2": {"local": f"{number:#x}"},
+        }
         for at_ns, event in _events(piece):
-            lines.append((at_ns, _encode({"ts": (at_ns - zero_ns) / 1000, **event, **of_slice})))
+            lines.append(
+                (at_ns, _encode({"ts": (at_ns - zero_ns) / 1000, **event, **of_slice}))
+            )
     # By time alone, and stable: what begins and ends at one time keeps its nesting.
     lines.sort(key=itemgetter(0))
     yield b'{"displayTimeUnit":"ms","traceEvents":['
@@ -110,7 +121,10 @@ def _slices(timeline: Timeline, arrow: str) -> list[_Slice]:
         },
     )
     consumers = _tracks(
-        handover.consumer, handover.consumer_request, details, {"handovers": timeline.path}
+        handover.consumer,
+        handover.consumer_request,
+        details,
+        {"handovers": timeline.path},
     )
     reads: list[_Slice] = []
     for worker in timeline.workers:
@@ -138,7 +152,9 @@ def _tracks(
     slices = []
     for track, spans in tracks.items():
         if spans:
-            slices.append(_Slice(engine, track, request or "?", details, _in_order(spans)))
+            slices.append(
+                _Slice(engine, track, request or "?", details, _in_order(spans))
+            )
     return slices
 
 

@@ -177,9 +177,7 @@ def _read_file(path: str, report: DamageReport) -> Iterator[Process]:
             process = None
             is_skipping = event.trace_version != TRACE_VERSION
             if is_skipping:
-                problem = (
-                    f"trace_version {event.trace_version}, and this command reads {TRACE_VERSION}"
-                )
+                problem = f"trace_version {event.trace_version}, and this command reads {TRACE_VERSION}"
                 report.add(path, problem, number)
             else:
                 process = Process(path, event, [])
@@ -188,7 +186,11 @@ def _read_file(path: str, report: DamageReport) -> Iterator[Process]:
         elif process is not None:
             process.events.append(event)
         elif not is_skipping:
-            report.add(path, "an event before any line that says which process it is of", number)
+            report.add(
+                path,
+                "an event before any line that says which process it is of",
+                number,
+            )
     if process is not None:
         yield process
 

@@ -42,7 +42,9 @@ SMALLEST_BYTES = 1 << 20
 DEFAULT_BYTES = 256 << 20
 
 _EXPECTED = "a directory in which files can be made, or a new name in one"
-_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FLAGS = (
+    os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+)
 _SUFFIX = ".jsonl"
 _OLD_SUFFIX = ".old.jsonl"
 _MAX_NAME_PART = 64
@@ -72,7 +74,11 @@ class Recorder(Generic[Item]):
     """
 
     def __init__(
-        self, sink: Sink[Item], name: str = "kvferry-trace", *, most_waiting: int = MOST_WAITING
+        self,
+        sink: Sink[Item],
+        name: str = "kvferry-trace",
+        *,
+        most_waiting: int = MOST_WAITING,
     ) -> None:
         self._sink = sink
         self._most_waiting = most_waiting
@@ -105,7 +111,9 @@ class Recorder(Generic[Item]):
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             logger.warning(
-                "%s: what was recorded last is not written after %g s", self._thread.name, CLOSE_S
+                "%s: what was recorded last is not written after %g s",
+                self._thread.name,
+                CLOSE_S,
             )
 
     def _run(self) -> None:
@@ -126,7 +134,9 @@ class Recorder(Generic[Item]):
                 # Once: a full disk would repeat the line five times a second.
                 if not self._num_failed:
                     logger.warning(
-                        "%s: cannot be written, now and maybe later: %r", self._thread.name, error
+                        "%s: cannot be written, now and maybe later: %r",
+                        self._thread.name,
+                        error,
                     )
                 self._num_failed += len(batch)
             else:
@@ -148,7 +158,11 @@ class TraceFile:
     """
 
     def __init__(
-        self, folder: str, role: str, started: ProcessStarted, max_bytes: int = DEFAULT_BYTES
+        self,
+        folder: str,
+        role: str,
+        started: ProcessStarted,
+        max_bytes: int = DEFAULT_BYTES,
     ) -> None:
         self._half_bytes = max_bytes // 2
         self._encoder = msgspec.json.Encoder()
@@ -160,7 +174,9 @@ class TraceFile:
             self._size = 0
             self._write(self._header)
         except OSError as error:
-            raise InvalidConfig(KEY, folder, f"{_EXPECTED} ({error.strerror})") from None
+            raise InvalidConfig(
+                KEY, folder, f"{_EXPECTED} ({error.strerror})"
+            ) from None
 
     def take(self, items: Sequence[Event], lost: int) -> None:
         """Write the events, after a line with the number of lost ones, if any.
@@ -185,7 +201,9 @@ class TraceFile:
 
     def _begin_anew(self) -> None:
         old_name = self.path.name.removesuffix(_SUFFIX) + _OLD_SUFFIX
-        with contextlib.suppress(FileNotFoundError):  # it was removed or renamed already
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # it was removed or renamed already
             self.path.replace(self.path.with_name(old_name))
         # The old file is closed last: if the new one cannot be made, there still is one to write to.
         file = os.open(self.path, _FLAGS, 0o600)
@@ -217,7 +235,9 @@ def _stem(role: str, started: ProcessStarted) -> str:
         began.strftime("%Y%m%dT%H%M%S"),
     )
     # An operator chooses the engine's id, with any character.
-    safe = (re.sub(r"[^A-Za-z0-9._-]", "_", part)[:_MAX_NAME_PART] for part in parts if part)
+    safe = (
+        re.sub(r"[^A-Za-z0-9._-]", "_", part)[:_MAX_NAME_PART] for part in parts if part
+    )
     return "-".join(safe)
 
 

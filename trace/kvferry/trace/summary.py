@@ -101,7 +101,9 @@ def summarize(recording: Recording, request: str = "") -> Summary:
     handovers = match(recording.processes)
     clocks = compare(handovers)
     timelines = [
-        make_timeline(handover, clocks) for handover in handovers if handover.has_id(request)
+        make_timeline(handover, clocks)
+        for handover in handovers
+        if handover.has_id(request)
     ]
     timelines.sort(key=_slowness, reverse=True)
     return Summary(

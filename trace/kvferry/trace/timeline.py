@@ -148,12 +148,19 @@ class Timeline:
     @property
     def early_bytes(self) -> int:
         """The part of these that was read before the prefill had ended."""
-        return min(self.bytes, sum(load.ended.early_bytes for load in self.handover.loads))
+        return min(
+            self.bytes, sum(load.ended.early_bytes for load in self.handover.loads)
+        )
 
     @property
     def gb_s(self) -> float | None:
         """Bytes over the time in which any worker read; None where nothing was loaded, or reads waited for steps."""
-        reads = [span for worker in self.workers for span in worker.spans if span.phase in _READS]
+        reads = [
+            span
+            for worker in self.workers
+            for span in worker.spans
+            if span.phase in _READS
+        ]
         if not self.bytes or not reads or self.early_bytes:
             return None
         begun_ns = min(span.begun_ns for span in reads)
@@ -191,7 +198,9 @@ def make_timeline(handover: Handover, clocks: Clocks) -> Timeline:
     stepped = at(DecodeScheduled)
 
     by_place = sorted(handover.loads, key=lambda load: _by_place(load.process))
-    workers = tuple(_worker(load, shift_of(clock_of(load.process))) for load in by_place)
+    workers = tuple(
+        _worker(load, shift_of(clock_of(load.process))) for load in by_place
+    )
     first_begun = None
     last_begun = None
     read_until = None
@@ -224,7 +233,9 @@ def make_timeline(handover: Handover, clocks: Clocks) -> Timeline:
     return Timeline(
         handover=handover,
         steps=_steps(handover, shift_of, given),
-        before=_spans((Phase.PREFILL_QUEUE, queued, scheduled), (Phase.PREFILL, scheduled, given)),
+        before=_spans(
+            (Phase.PREFILL_QUEUE, queued, scheduled), (Phase.PREFILL, scheduled, given)
+        ),
         to_load=_spans(
             (Phase.ROUTER, given, arrived),
             (Phase.DECODE_QUEUE, arrived, _first_known(ordered, ended)),
@@ -233,8 +244,12 @@ def make_timeline(handover: Handover, clocks: Clocks) -> Timeline:
             (Phase.LOAD, ordered if last is None else None, ended),
         ),
         workers=workers,
-        from_load=_spans((Phase.REPORT, read_until, ended), (Phase.FIRST_STEP, ended, stepped)),
-        held=next(iter(_spans((Phase.HELD, _first_known(given, read_until), over))), None),
+        from_load=_spans(
+            (Phase.REPORT, read_until, ended), (Phase.FIRST_STEP, ended, stepped)
+        ),
+        held=next(
+            iter(_spans((Phase.HELD, _first_known(given, read_until), over))), None
+        ),
         zero_ns=zero or 0,
         ended_ns=ended,
         outcome=_outcome(handover),
@@ -255,11 +270,17 @@ def _last_of(workers: Iterable[WorkerSpans]) -> WorkerSpans | None:
 
 
 def _span(
-    phase: Phase, begun_ns: int, ended_ns: int, shift_ns: int = 0, stop_token: int | None = None
+    phase: Phase,
+    begun_ns: int,
+    ended_ns: int,
+    shift_ns: int = 0,
+    stop_token: int | None = None,
 ) -> Span:
     """A span; an end before the begin is moved to it."""
     # The clock may have been set back between the two.
-    return Span(phase, begun_ns + shift_ns, max(begun_ns, ended_ns) + shift_ns, stop_token)
+    return Span(
+        phase, begun_ns + shift_ns, max(begun_ns, ended_ns) + shift_ns, stop_token
+    )
 
 
 def _spans(*phases: tuple[Phase, int | None, int | None]) -> tuple[Span, ...]:
@@ -294,7 +315,9 @@ def _worker(load: LoadTrace, shift_ns: int) -> WorkerSpans:
     for stage in load.ended.stages:
         spans.append(_span(stage.stage, stage.begun_ns, stage.ended_ns, shift_ns))
     if not spans:
-        spans.append(Span(Phase.LOAD, load.begun_ns + shift_ns, load.ended_ns + shift_ns))
+        spans.append(
+            Span(Phase.LOAD, load.begun_ns + shift_ns, load.ended_ns + shift_ns)
+        )
     chunks = []
     for chunk in load.ended.chunks:
         read = (chunk.begun_ns, chunk.ended_ns, shift_ns, chunk.stop_token)
@@ -321,7 +344,9 @@ def _outcome(handover: Handover) -> str:
 
 
 def _consumer_outcome(handover: Handover) -> str:
-    reasons = sorted({load.ended.reason for load in handover.loads if load.ended.reason})
+    reasons = sorted(
+        {load.ended.reason for load in handover.loads if load.ended.reason}
+    )
     why = f" ({', '.join(reasons)})" if reasons else ""
     recomputed = handover.get(Recomputed)
     if recomputed is not None:

@@ -98,5 +98,7 @@ class KvCaches:
         for tensor in self.storages:
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
-            by_address[address] = Region(address, storage.nbytes(), self.kind, self.device_index)
+            by_address[address] = Region(
+                address, storage.nbytes(), self.kind, self.device_index
+            )
         return list(by_address.values())

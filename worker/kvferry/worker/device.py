@@ -146,7 +146,9 @@ class Device:
         """Pin whole pages of host memory. Returns CUDA's error, 0 for none."""
         if self._cuda is None:
             return 0
-        return int(self._cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        return int(
+            self._cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)
+        )
 
     def unpin(self, memory: torch.Tensor) -> None:
         """Undo `pin`; waits for the device."""
@@ -176,7 +178,9 @@ class HostMemory:
         # two: 33 GiB would take 64.
         self._mapped_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            pages = mmap.mmap(-1, self._mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = mmap.mmap(
+                -1, self._mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
         except (OSError, ValueError) as error:
             raise self._refused(f"the system's error: {error}") from None
         # With huge pages on both sides large reads over CMA went from 10 to 17.5 GB/s (measured).

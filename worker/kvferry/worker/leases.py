@@ -169,7 +169,9 @@ class LeaseTable:
     @property
     def address(self) -> LeaseTableAddress:
         """The table's address, for consumers."""
-        return LeaseTableAddress(address=int(self.words.ctypes.data), slots=len(self.words))
+        return LeaseTableAddress(
+            address=int(self.words.ctypes.data), slots=len(self.words)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -187,7 +189,10 @@ class LeaseTable:
         """The leases and the table's memory now. May be called on any thread."""
         with self._lock:
             return LeaseTableSnapshot(
-                words={int(slot): int(self.words[slot]) for slot in np.flatnonzero(self.words)},
+                words={
+                    int(slot): int(self.words[slot])
+                    for slot in np.flatnonzero(self.words)
+                },
                 leases={
                     slot: LeaseSnapshot(
                         epoch=lease.epoch,
@@ -235,7 +240,9 @@ class LeaseTable:
             except LocalProtocolError:
                 # Orders were lost. What follows would be listed at the wrong places, and consumers would read others'
                 # blocks.
-                internal_errors.log(f"the lease of slot {order.slot} cannot be read any more")
+                internal_errors.log(
+                    f"the lease of slot {order.slot} cannot be read any more"
+                )
                 self._clear(order.slot)
                 return False
             return True
@@ -410,7 +417,9 @@ class LeaseTable:
         self.words[slot] = EMPTY
         self._forget(slot, self._leases.pop(slot))
 
-    def _forget(self, slot: int, lease: _ServedLease, *, keeps_row: bool = False) -> None:
+    def _forget(
+        self, slot: int, lease: _ServedLease, *, keeps_row: bool = False
+    ) -> None:
         self.progress[slot] = EMPTY
         self._held.discard(slot)
         self._pending.pop(slot, None)
@@ -443,7 +452,9 @@ class Notifications:
             try:
                 self._take_one(sender, frame)
             except Exception:  # noqa: BLE001 - shown, with its traceback
-                internal_errors.log("one notification is lost; the others are processed")
+                internal_errors.log(
+                    "one notification is lost; the others are processed"
+                )
         return bool(arrived)
 
     def _take_one(self, sender: str, frame: bytes) -> None:
@@ -461,7 +472,9 @@ class Notifications:
             with self._results as results:
                 results.counts["late_notifications"] += 1
             return
-        logger.debug("slot=%d done by worker %d of %s", done.slot, done.worker, done.consumer)
+        logger.debug(
+            "slot=%d done by worker %d of %s", done.slot, done.worker, done.consumer
+        )
         if request_id is not None:
             with self._results as results:
                 results.sent.add(request_id)

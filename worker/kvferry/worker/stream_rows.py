@@ -130,7 +130,8 @@ class StreamRowTable:
         """
         listed = stream.ids or (0,) * len(self._blocks)
         stops = tuple(
-            first + len(ids) for first, ids in zip(order.first_blocks, order.blocks, strict=False)
+            first + len(ids)
+            for first, ids in zip(order.first_blocks, order.blocks, strict=False)
         )
         # `all` stops at the shorter of both, so the number of groups is compared first.
         has_room = len(order.blocks) == len(self._blocks) and all(
@@ -143,7 +144,9 @@ class StreamRowTable:
                 f"of row {stream.row}, which has room for {self._blocks}"
             )
         group_begins = 0
-        for first, ids, room in zip(order.first_blocks, order.blocks, self._blocks, strict=True):
+        for first, ids, room in zip(
+            order.first_blocks, order.blocks, self._blocks, strict=True
+        ):
             begin = group_begins + first
             self.ids[order.row, begin : begin + len(ids)] = ids
             group_begins += room

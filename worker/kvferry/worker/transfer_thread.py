@@ -47,7 +47,12 @@ from kvferry.worker.loads.context import LoadContext
 from kvferry.worker.loads.results import ResultBox, WorkerGauges
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.tail_zeroing import TailZeroing
-from kvferry.worker.pace import MAX_BACKOFF_S, MIN_BACKOFF_S, QUARANTINE_POLL_S, PollPace
+from kvferry.worker.pace import (
+    MAX_BACKOFF_S,
+    MIN_BACKOFF_S,
+    QUARANTINE_POLL_S,
+    PollPace,
+)
 from kvferry.worker.peers.first_reads import FirstReads
 from kvferry.worker.peers.handshakes import BeginHandshake
 from kvferry.worker.peers.peer import PeerKey
@@ -113,7 +118,9 @@ class TransferThread:
             groups=groups,
             worker=index,
         )
-        self.runner = LoadRunner(context, self.results, settings.load_timeout_s, settings.max_loads)
+        self.runner = LoadRunner(
+            context, self.results, settings.load_timeout_s, settings.max_loads
+        )
         self._table = memory.table
         self._pool = memory.staging.pool if memory.staging is not None else None
         self._slot_reads = memory.slot_reads
@@ -126,7 +133,10 @@ class TransferThread:
         self._pace = PollPace()
         self._is_stopping = False
         self._thread = threading.Thread(
-            target=self._run, args=(memory.caches.device,), name="kvferry-transfer", daemon=True
+            target=self._run,
+            args=(memory.caches.device,),
+            name="kvferry-transfer",
+            daemon=True,
         )
 
     @property
@@ -192,7 +202,8 @@ class TransferThread:
             for poll in self.runner.polls()
         ]
         holders += [
-            Holder(None, None, read.entries, (), (), len(read.reads)) for read in first_reads
+            Holder(None, None, read.entries, (), (), len(read.reads))
+            for read in first_reads
         ]
         return ThreadSnapshot(
             is_idle=self._is_idle(),
@@ -349,13 +360,17 @@ class TransferThread:
             # A report that has arrived counts before the end of its lease.
             self._log_errors(self._notifications.take)
         # Before the holds: an order that does not fit ends its lease, which `hold` then reports.
-        self._incomplete = [order for order in orders.progress if self._table.publish(order)]
+        self._incomplete = [
+            order for order in orders.progress if self._table.publish(order)
+        ]
         over = [self._table.hold(hold, mark) for hold in orders.holds]
         over += [self._table.hold(hold, None) for hold in orders.completions]
         self._incomplete += orders.completions
         over += [self._table.end(end) for end in orders.ends]
         with self.results as results:
-            results.sent.update(request_id for request_id in over if request_id is not None)
+            results.sent.update(
+                request_id for request_id in over if request_id is not None
+            )
 
     def _complete(self, mark: DeviceMark) -> None:
         incomplete = self._incomplete
@@ -365,7 +380,9 @@ class TransferThread:
 
     def _lose(self, head: OrdersHead) -> None:
         """Fail the loads of orders that cannot be decoded (an internal error). None has begun: the blocks are safe."""
-        internal_errors.log(f"a step's orders are lost, {len(head.loads)} loads among them")
+        internal_errors.log(
+            f"a step's orders are lost, {len(head.loads)} loads among them"
+        )
         with self.results as results:
             results.counts["lost_orders"] += 1
             results.failed.update(dict.fromkeys(head.loads, FailureReason.ORDERS))
@@ -423,4 +440,6 @@ class TransferThread:
             if graces_over:
                 results.counts["graces_over"] += graces_over
         if graces_over:
-            logger.warning("%d failed reads: their memory is used again after a grace", graces_over)
+            logger.warning(
+                "%d failed reads: their memory is used again after a grace", graces_over
+            )

@@ -12,7 +12,12 @@ import msgspec
 from kvferry.plan.cost import Costs
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import Place, Topology
-from kvferry.protocol.handshake import CacheGroup, EngineDescription, ModelFacts, WorkerDescription
+from kvferry.protocol.handshake import (
+    CacheGroup,
+    EngineDescription,
+    ModelFacts,
+    WorkerDescription,
+)
 from kvferry.protocol.orders import FailureReason, decode_head
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
 from kvferry.worker.caches import KvCaches
@@ -117,7 +122,9 @@ class FerryWorker:
         is_known = self._index < len(workers)
         if not is_known or workers[self._index] != self.description:
             raise InvalidMessage(
-                "workers", f"{len(workers)} workers", f"this one's own description at {self._index}"
+                "workers",
+                f"{len(workers)} workers",
+                f"this one's own description at {self._index}",
             )
         consumers = list(workers)
         consumers[self._index] = self._as_consumer()
@@ -150,7 +157,9 @@ class FerryWorker:
         # Here, not on the transfer thread, which may be stuck in a call.
         if decoded.fails:
             with self._thread.results as results:
-                results.failed.update(dict.fromkeys(decoded.fails, FailureReason.PREFILL))
+                results.failed.update(
+                    dict.fromkeys(decoded.fails, FailureReason.PREFILL)
+                )
         # The mark is made before this step's work is launched: only what was launched earlier may still write into the
         # blocks of its loads.
         self._thread.submit(decoded, frame, self._device.mark())
@@ -170,10 +179,13 @@ class FerryWorker:
         if not ended:
             return
         logger.error(
-            "a step has raised: %d leases end that consumers could not read yet", len(ended)
+            "a step has raised: %d leases end that consumers could not read yet",
+            len(ended),
         )
         with self._thread.results as results:
-            results.sent.update(request_id for request_id in ended if request_id is not None)
+            results.sent.update(
+                request_id for request_id in ended if request_id is not None
+            )
 
     def take_results(self, timeout_s: float = 0.0) -> StepResults:
         """Return the results since the last call.
@@ -210,7 +222,9 @@ class FerryWorker:
         self._first_contact.close()
         # Memory that a stuck thread may still read into must not go back to the engine: it leaks.
         if not self._thread.close():
-            logger.error("the transfer thread is stuck in a call; what it uses is left alone")
+            logger.error(
+                "the transfer thread is stuck in a call; what it uses is left alone"
+            )
             return
         self._fabric.close()
         self._memory.unpin()
@@ -232,4 +246,6 @@ class FerryWorker:
 
     def _as_consumer(self) -> WorkerDescription:
         """This worker's description as a consumer: with the addresses of the caches themselves, not of the copy."""
-        return msgspec.structs.replace(self.description, tensors=self._memory.caches.tensors)
+        return msgspec.structs.replace(
+            self.description, tensors=self._memory.caches.tensors
+        )

@@ -86,7 +86,9 @@ class WorkerMemory:
         if lease_file is None:
             rows = StreamRowTable(settings.row_blocks)
             table = LeaseTable(settings.lease_slots, mirror, rows)
-            table_region = Region(table.address.address, table.num_bytes, MemoryKind.DRAM)
+            table_region = Region(
+                table.address.address, table.num_bytes, MemoryKind.DRAM
+            )
             regions = [table_region, *rows.regions()]
         else:
             memory = lease_file.tensor.numpy()
@@ -147,7 +149,9 @@ class WorkerMemory:
             self.staging.unpin()
 
 
-def _lease_file(caches: KvCaches, settings: WorkerSettings) -> tuple[SharedFile | None, str]:
+def _lease_file(
+    caches: KvCaches, settings: WorkerSettings
+) -> tuple[SharedFile | None, str]:
     """The file for the lease table and the rows, or why none of this worker's memory is shared.
 
     Raises:
@@ -161,13 +165,18 @@ def _lease_file(caches: KvCaches, settings: WorkerSettings) -> tuple[SharedFile 
     if why_not is not None:
         return None, why_not
     if len(caches.shared) >= MAX_ALLOCATIONS:
-        return None, f"the caches lie in {len(caches.shared)} files, of at most {MAX_ALLOCATIONS}"
+        return (
+            None,
+            f"the caches lie in {len(caches.shared)} files, of at most {MAX_ALLOCATIONS}",
+        )
     table_bytes = settings.lease_slots * SLOT_BYTES
     try:
         return SharedFile(table_bytes + bytes_of_rows(settings.row_blocks)), ""
     except OSError as error:
         raise InvalidConfig(
-            "mapped_reads", "auto", f"memory for the lease table ({error.strerror}), or `off`"
+            "mapped_reads",
+            "auto",
+            f"memory for the lease table ({error.strerror}), or `off`",
         ) from None
 
 

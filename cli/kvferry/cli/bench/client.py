@@ -41,7 +41,9 @@ class ListenerSession:
     Every method raises `ReadsFailed`, or `PeerRefused` if the secrets of both ends do not match.
     """
 
-    def __init__(self, host: str, port: int, timeout_s: float, secrets: Secrets) -> None:
+    def __init__(
+        self, host: str, port: int, timeout_s: float, secrets: Secrets
+    ) -> None:
         self.name = random.token_hex(16)
         self.has_joined = False
         self._host = host
@@ -57,9 +59,13 @@ class ListenerSession:
         frame = encode_frame(request)
         try:
             with SideChannelClient(self._secrets, ANY_HOST) as client:
-                return decode_reply(client.exchange(self._host, self._port, frame, timeout_s))
+                return decode_reply(
+                    client.exchange(self._host, self._port, frame, timeout_s)
+                )
         except (HandshakeFailed, InvalidMessage) as failed:
-            raise ReadsFailed(f"{failed}; run `kvferry bench --listen` there first") from None
+            raise ReadsFailed(
+                f"{failed}; run `kvferry bench --listen` there first"
+            ) from None
 
     def join(self, agent_metadata: bytes) -> ReadableAgent:
         """Join, with retries while the listener starts."""

@@ -17,14 +17,29 @@ from kvferry.cli.bench.client import ListenerSession, run_client
 from kvferry.cli.bench.listener import BenchListener
 from kvferry.cli.formatting import binary_bytes, print_line, print_table
 from kvferry.cli.transfer.child import Outcome, check_installed
-from kvferry.cli.transfer.messages import MAX_BYTES, MIN_BYTES, CaseProgress, Device, Task
+from kvferry.cli.transfer.messages import (
+    MAX_BYTES,
+    MIN_BYTES,
+    CaseProgress,
+    Device,
+    Task,
+)
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.link.secrets import secrets_from_environment
 from kvferry.protocol.errors import MISSING, one_of
 from kvferry.protocol.visible import visible, visible_json
 
 SCHEMA = 1
-_COLUMNS = ("memory", ">size", ">descriptors", ">reads", ">GB/s", ">p50 µs", ">p99 µs", "bytes")
+_COLUMNS = (
+    "memory",
+    ">size",
+    ">descriptors",
+    ">reads",
+    ">GB/s",
+    ">p50 µs",
+    ">p99 µs",
+    "bytes",
+)
 _KINDS = {"DRAM": "host", "VRAM": "GPU"}
 PORT = 5700
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -39,7 +54,9 @@ def run_bench(options: argparse.Namespace) -> int:
     if options.listen is None and options.connect is None:
         raise InvalidArgument("--listen", MISSING, "--listen, or --connect HOST[:PORT]")
     if options.listen is not None and options.connect is not None:
-        expected = "no --connect beside --listen: one machine listens, the other connects"
+        expected = (
+            "no --connect beside --listen: one machine listens, the other connects"
+        )
         raise InvalidArgument("--connect", options.connect, expected)
     task = Task(
         device=_device(options.device),
@@ -82,7 +99,9 @@ def _allowed_hosts(listed: str | None) -> AllowedHosts | None:
     try:
         return AllowedHosts.from_entries(listed.split(","))
     except ValueError as entry:
-        expected = "addresses, networks in CIDR notation, or *, with commas between them"
+        expected = (
+            "addresses, networks in CIDR notation, or *, with commas between them"
+        )
         raise InvalidArgument("--allowed-hosts", str(entry), expected) from None
 
 
@@ -139,7 +158,10 @@ def as_json(outcome: Outcome) -> dict[str, object]:
         "listener": outcome.host,
         "transports": outcome.lanes,
         "first_contact_ms": measured.first_contact_ms,
-        "reads": [{**msgspec.to_builtins(reads), "gb_s": reads.gb_s} for reads in measured.reads],
+        "reads": [
+            {**msgspec.to_builtins(reads), "gb_s": reads.gb_s}
+            for reads in measured.reads
+        ],
     }
 
 

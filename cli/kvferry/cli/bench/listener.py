@@ -146,7 +146,9 @@ class BenchListener:
         except InvalidMessage as invalid:
             self._socket.bad_frame(str(invalid))
             refused = Refused(
-                field=cut(invalid.field), value=invalid.shown_value, expected=invalid.expected
+                field=cut(invalid.field),
+                value=invalid.shown_value,
+                expected=invalid.expected,
             )
             self._socket.send(client, encode_frame(refused))
             return
@@ -159,14 +161,20 @@ class BenchListener:
 
     def _admit(self, join: Join) -> Reply:
         if join.version != VERSION:
-            return Refused(field="version", value=str(join.version), expected=str(VERSION))
+            return Refused(
+                field="version", value=str(join.version), expected=str(VERSION)
+            )
         # Before any memory is offered: NIXL parses what this client has sent.
         if not self._allowed.allow(self._socket.peer):
             expected = f"a secret at both ends ({VARIABLE}), or a host that the listener's --allowed-hosts names"
-            self._report(f"refused a client at {self._socket.peer}: expected {expected}")
+            self._report(
+                f"refused a client at {self._socket.peer}: expected {expected}"
+            )
             return Refused(field="client", value=self._socket.peer, expected=expected)
         if self._offer is None:
-            return Refused(field="listener", value="starting", expected="ready; try again")
+            return Refused(
+                field="listener", value="starting", expected="ready; try again"
+            )
         if self._join is not None:
             return Refused(
                 field="client",
@@ -183,12 +191,16 @@ class BenchListener:
         join = self._join
         # A client of an earlier listener, or one that was refused.
         if join is None or message.session != join.session:
-            return Refused(field="session", value="unknown", expected="that of the client")
+            return Refused(
+                field="session", value="unknown", expected="that of the client"
+            )
         self._until_s = time.monotonic() + SILENT_S
         if self._failed:
             self._end(join, 2, self._failed)
             return Refused(
-                field="session", value=f"ended: {self._failed}", expected="one that goes on"
+                field="session",
+                value=f"ended: {self._failed}",
+                expected="one that goes on",
             )
         if isinstance(message, Leave):
             if not message.complete:

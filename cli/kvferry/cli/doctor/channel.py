@@ -36,9 +36,7 @@ def check_address(machine: Machine) -> Iterator[Finding]:
         read_host(host)
         address = listening_address(host)
         if try_port(address, 0) == "EADDRNOTAVAIL":
-            problem = (
-                f"{setting} ({address}) is no address of this machine: a producer cannot listen"
-            )
+            problem = f"{setting} ({address}) is no address of this machine: a producer cannot listen"
     except ValueError as why:
         problem = f"{setting} is {why}: a producer cannot start"
     except OSError as no_such_host:

@@ -105,7 +105,9 @@ def run_doctor(options: argparse.Namespace) -> int:
     return 1 if is_broken else 0
 
 
-def examine(machine: Machine, show: Callable[[str], None] = lambda _: None) -> Iterator[Finding]:
+def examine(
+    machine: Machine, show: Callable[[str], None] = lambda _: None
+) -> Iterator[Finding]:
     """The findings of all checks, which run at the same time, within `machine.timeout_s`.
 
     A check that fails, or does not end, does not end the others.
@@ -114,7 +116,10 @@ def examine(machine: Machine, show: Callable[[str], None] = lambda _: None) -> I
         show: called with the names of the checks that are waited for.
     """
     end_s = time.monotonic() + machine.timeout_s
-    threads = {name: _Running(functools.partial(check, machine)) for name, check in CHECKS.items()}
+    threads = {
+        name: _Running(functools.partial(check, machine))
+        for name, check in CHECKS.items()
+    }
     for thread in threads.values():
         thread.start()
     # Waited for in turn: the findings have the order of the checks, whichever ends first.
@@ -127,7 +132,9 @@ def examine(machine: Machine, show: Callable[[str], None] = lambda _: None) -> I
         findings = list(thread.findings)
         # A check that has found something is only ending its processes.
         if is_alive and all(finding.check for finding in findings):
-            findings.append(not_done(f"did not end within {digits(machine.timeout_s)} s"))
+            findings.append(
+                not_done(f"did not end within {digits(machine.timeout_s)} s")
+            )
         elif isinstance(thread.error, Exception):
             findings.append(not_done(f"{type(thread.error).__name__}: {thread.error}"))
         elif thread.error is not None:
@@ -172,4 +179,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
     print_table(("", "check", "found, and what to do"), rows, _COLOURS)
     counts = Counter(finding.mark for finding in findings)
     print_line()
-    print_line(", ".join(f"{counts[mark]} {mark.value}" for mark in Mark if counts[mark]), "bold")
+    print_line(
+        ", ".join(f"{counts[mark]} {mark.value}" for mark in Mark if counts[mark]),
+        "bold",
+    )

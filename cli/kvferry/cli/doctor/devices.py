@@ -101,7 +101,9 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
             nics = look(found, do, "NICs")
         yield nics
     if active:
-        yield ok(", ".join(f"{port.name} {port.rate}".strip() for port in active), "NICs")
+        yield ok(
+            ", ".join(f"{port.name} {port.rate}".strip() for port in active), "NICs"
+        )
     for port in machine.ports:
         if port not in active:
             found = f"{port.name} is {port.state or 'in an unknown state'}"
@@ -141,7 +143,9 @@ def check_efa(machine: Machine) -> Iterator[Finding]:
 def efa_devices(machine: Machine) -> list[str]:
     """RDMA devices that the driver `efa` runs."""
     drivers = machine.root.glob("sys/class/infiniband/*/device/driver")
-    return sorted(driver.parents[1].name for driver in drivers if driver.resolve().name == "efa")
+    return sorted(
+        driver.parents[1].name for driver in drivers if driver.resolve().name == "efa"
+    )
 
 
 def plugins() -> dict[str, Path]:
@@ -199,7 +203,11 @@ def _ports(root: Path) -> Iterator[Port]:
 
 def _names_of_gpus() -> dict[str, str]:
     """PCI address → `GPU 0 (NVIDIA H100 …)`. Empty if there is no `nvidia-smi`, or it hangs."""
-    command = ["nvidia-smi", "--query-gpu=index,name,pci.bus_id", "--format=csv,noheader"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=index,name,pci.bus_id",
+        "--format=csv,noheader",
+    ]
     try:
         query = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -66,7 +66,9 @@ def check_files(machine: Machine) -> Iterator[Finding]:
         yield ok("no limit")
         return
     peers = max(0, limit - FILES_OF_A_WORKER) // FILES_PER_PEER
-    found = f"limit {limit}: room for {peers} peer workers, at {FILES_PER_PEER} files each"
+    found = (
+        f"limit {limit}: room for {peers} peer workers, at {FILES_PER_PEER} files each"
+    )
     raised = 65536
     if hard != resource.RLIM_INFINITY:
         raised = min(raised, hard)
@@ -105,19 +107,25 @@ def check_mapped_reads(machine: Machine) -> Iterator[Finding]:
     """Whether processes of this host can map each other's caches."""
     architecture = platform.machine()
     if architecture != "x86_64":
-        yield ok(f"not on {architecture}, whose loads are not ordered: reads go over NIXL")
+        yield ok(
+            f"not on {architecture}, whose loads are not ordered: reads go over NIXL"
+        )
         return
     try:
         _map_a_child()
     except (OSError, ValueError) as error:
-        found = f"memory of another process cannot be mapped ({error}): reads go over NIXL"
+        found = (
+            f"memory of another process cannot be mapped ({error}): reads go over NIXL"
+        )
         do = "run both engines as one user, without hidepid, and let seccomp allow memfd_create and pidfd_open"
         yield look(found, do)
         return
     namespace = os.readlink(machine.root / "proc/self/ns/pid")
     if namespace != FIRST_PID_NAMESPACE:
         found = f"only within this container, which has a PID namespace of its own, {namespace}"
-        yield look(found, "start the containers of both engines with --pid=host, or hostPID")
+        yield look(
+            found, "start the containers of both engines with --pid=host, or hostPID"
+        )
         return
     yield ok("processes of one user can; vLLM's own caches are not in shared files")
 
@@ -171,7 +179,9 @@ def check_processors(machine: Machine) -> Iterator[Finding]:
         yield look(found, do)
     elif quota < threads:
         found = f"{found}, and {threads} threads compute: all stop when it is used up"
-        yield look(found, f"export OMP_NUM_THREADS={math.floor(quota)}, or raise the quota")
+        yield look(
+            found, f"export OMP_NUM_THREADS={math.floor(quota)}, or raise the quota"
+        )
     else:
         yield ok(found)
 

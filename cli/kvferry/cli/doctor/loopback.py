@@ -14,7 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, not_done, ok
 from kvferry.cli.transfer.child import COMMAND, Child, Outcome, check_installed, measure
-from kvferry.cli.transfer.messages import Connect, Device, Kind, ReadableAgent, ReadsFailed, Task
+from kvferry.cli.transfer.messages import (
+    Connect,
+    Device,
+    Kind,
+    ReadableAgent,
+    ReadsFailed,
+    Task,
+)
 from kvferry.worker.fabric.ucx_settings import GPU_READS
 
 # Load per core above which a missed deadline proves nothing.
@@ -25,11 +32,15 @@ SLOW_GB_S: dict[Kind, float] = {"DRAM": 0.5, "VRAM": 5.0}
 _ENDING_S = 1.5
 # Larger reads show no more, and take the doctor's time.
 _MAX_BYTES = 16 << 20
-_VERSION = re.compile(r"UCX +INFO +Version ([0-9.]+) \(loaded from (?:\S*/(nixl_\w+)\.libs/)?")
+_VERSION = re.compile(
+    r"UCX +INFO +Version ([0-9.]+) \(loaded from (?:\S*/(nixl_\w+)\.libs/)?"
+)
 _UNUSED = re.compile(r"UCX +WARN +unused environment variables?: (.+)")
 
 
-def check_loopback(machine: Machine, command: Sequence[str] = COMMAND) -> Iterator[Finding]:
+def check_loopback(
+    machine: Machine, command: Sequence[str] = COMMAND
+) -> Iterator[Finding]:
     """The transfer in host memory, the library, and the names of variables that UCX does not know.
 
     `command`: the arguments of Python that run each of the two processes.
@@ -37,14 +48,18 @@ def check_loopback(machine: Machine, command: Sequence[str] = COMMAND) -> Iterat
     return _transfer(machine, "cpu", command)
 
 
-def check_gpu_loopback(machine: Machine, command: Sequence[str] = COMMAND) -> Iterator[Finding]:
+def check_gpu_loopback(
+    machine: Machine, command: Sequence[str] = COMMAND
+) -> Iterator[Finding]:
     """The transfer in the memory of GPU 0, if there are GPUs."""
     if not machine.gpus:
         return iter(())
     return _transfer(machine, "cuda", command)
 
 
-def _transfer(machine: Machine, device: Device, command: Sequence[str]) -> Iterator[Finding]:
+def _transfer(
+    machine: Machine, device: Device, command: Sequence[str]
+) -> Iterator[Finding]:
     kind: Kind = "DRAM" if device == "cpu" else "VRAM"
     try:
         check_installed()
@@ -53,7 +68,9 @@ def _transfer(machine: Machine, device: Device, command: Sequence[str]) -> Itera
         return
     limit_s = max(machine.timeout_s / 2, machine.timeout_s - _ENDING_S)
     end_s = time.monotonic() + limit_s
-    task = Task(device=device, max_bytes=_MAX_BYTES, timeout_s=limit_s / 2, is_short=True)
+    task = Task(
+        device=device, max_bytes=_MAX_BYTES, timeout_s=limit_s / 2, is_short=True
+    )
     stages: list[str] = []
     with (
         contextlib.closing(Child(command, machine.environ)) as owner,
@@ -117,7 +134,9 @@ def judge_outcome(kind: Kind, outcome: Outcome) -> Iterator[Finding]:
         then = "reads between processes"
         if kind == "VRAM":
             then = f"{GPU_READS}, which kvferry sets to y"
-        yield look(found, f"try again on an idle machine; then look at UCX_TLS and at {then}")
+        yield look(
+            found, f"try again on an idle machine; then look at UCX_TLS and at {then}"
+        )
     else:
         yield ok(found)
     if kind == "DRAM":
@@ -148,7 +167,9 @@ def judge_log(printed: str) -> Iterator[Finding]:
     check = "UCX names"
     version = _VERSION.search(printed)
     if not version:
-        yield not_done("UCX was not started; only UCX can check the names of its variables", check)
+        yield not_done(
+            "UCX was not started; only UCX can check the names of its variables", check
+        )
         return
     yield ok(f"{version[2] or 'no wheel of NIXL'}, UCX {version[1]}", "NIXL library")
     unused = _UNUSED.search(printed)

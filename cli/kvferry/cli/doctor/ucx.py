@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping
 
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
-from kvferry.worker.fabric.ucx_settings import GPU_READS, NO, YES, ucx_defaults, uses_tcp
+from kvferry.worker.fabric.ucx_settings import (
+    GPU_READS,
+    NO,
+    YES,
+    ucx_defaults,
+    uses_tcp,
+)
 
 _MESSAGES = re.compile(r"all|ib|tcp|srd|(rc|dc|ud)(_v|_x|_verbs|_mlx5)?")
 _SHARED_MEMORY = re.compile(r"sm|shm|mm|posix|sysv|xpmem")
@@ -55,7 +61,9 @@ def _others(environ: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
         yield look(found, "export UCX_RCACHE_MAX_UNRELEASED=1024")
     level = environ.get("UCX_LOG_LEVEL", "warn")
     if level.lower().startswith(_LOUD):
-        yield look(f"UCX_LOG_LEVEL={level} slows every transfer", "export UCX_LOG_LEVEL=warn")
+        yield look(
+            f"UCX_LOG_LEVEL={level} slows every transfer", "export UCX_LOG_LEVEL=warn"
+        )
 
 
 def _written(environ: Mapping[str, str]) -> str:
@@ -71,7 +79,9 @@ def _transports(environ: Mapping[str, str], machine: Machine) -> Iterator[Findin
     """`UCX_TLS`: a transport for messages, and one for GPU memory."""
     value = environ.get("UCX_TLS", "all").strip()
     # `\rc` is rc exactly, `ud:aux` is ud for one purpose.
-    entries = (entry.strip().partition(":")[0].removeprefix("\\") for entry in value.split(","))
+    entries = (
+        entry.strip().partition(":")[0].removeprefix("\\") for entry in value.split(",")
+    )
     names = {*entries} - {""}
     if value.startswith("^") or "all" in names:
         return
@@ -81,9 +91,7 @@ def _transports(environ: Mapping[str, str], machine: Machine) -> Iterator[Findin
         found = f"{setting} has no transport for messages: no agent can be made"
         yield broken(found, "unset UCX_TLS, or add rc (InfiniBand, RoCE) or tcp to it")
     elif not has_messages and environ.get("UCX_MM_ERROR_HANDLING", "").lower() in NO:
-        found = (
-            f"{setting} with UCX_MM_ERROR_HANDLING=n: shared memory alone cannot make an agent then"
-        )
+        found = f"{setting} with UCX_MM_ERROR_HANDLING=n: shared memory alone cannot make an agent then"
         yield broken(found, "unset UCX_MM_ERROR_HANDLING: kvferry sets it")
     elif not has_messages:
         found = f"{setting} reaches peers on this host only"
@@ -115,7 +123,9 @@ def _net_devices(environ: Mapping[str, str], machine: Machine) -> Iterator[Findi
     missing = ", ".join(sorted(named - here))
     if missing:
         devices = ", ".join(sorted(here)) or "none"
-        found = f"UCX_NET_DEVICES names {missing}, not on this machine, which has {devices}"
+        found = (
+            f"UCX_NET_DEVICES names {missing}, not on this machine, which has {devices}"
+        )
         yield broken(found, f"{do}, or unset it")
     down = ", ".join(sorted(named & ports - {*active}))
     if down:
@@ -152,9 +162,7 @@ def _retries(environ: Mapping[str, str]) -> Iterator[Finding]:
         return
     longest_s = timeout_s * int(retries) * _HARDWARE_FACTOR
     if longest_s >= _GRACE_S:
-        found = (
-            f"UCX_RC_TIMEOUT × UCX_RC_RETRY_COUNT lets a failed read write for {longest_s:.0f} s"
-        )
+        found = f"UCX_RC_TIMEOUT × UCX_RC_RETRY_COUNT lets a failed read write for {longest_s:.0f} s"
         yield look(
             f"{found}, longer than failed_read_grace_s (60)",
             f"unset both, or set failed_read_grace_s above {longest_s:.0f}",
@@ -165,7 +173,9 @@ def seconds(value: str) -> float | None:
     """A duration as UCX reads it, e.g. `20s`, `500ms`, `1000000.00us`, `inf`; None for anything else."""
     if value.strip().lower() in ("inf", "infinity"):
         return math.inf
-    match = re.fullmatch(r"\s*(?P<number>[0-9]+(?:\.[0-9]*)?)\s*(?P<unit>us|ms|s|m|)\s*", value)
+    match = re.fullmatch(
+        r"\s*(?P<number>[0-9]+(?:\.[0-9]*)?)\s*(?P<unit>us|ms|s|m|)\s*", value
+    )
     if match is None:
         return None
     return float(match["number"]) * _UNITS_S[match["unit"]]

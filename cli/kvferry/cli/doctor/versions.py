@@ -36,7 +36,9 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
     packages = installed_packages()
     python = sys.version_info[:3]
     yield _python(python)
-    yield _vllm({name: packages[name] for name in VLLM_PACKAGES if name in packages}, python)
+    yield _vllm(
+        {name: packages[name] for name in VLLM_PACKAGES if name in packages}, python
+    )
     for name, wanted in {**NEEDED, **NEEDED_BY_WORKERS}.items():
         installed = packages.get(name)
         if installed is None:
@@ -51,7 +53,9 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
             yield _nixl(installed, packages)
         elif name == "torch" and machine.gpus and "+cpu" in installed:
             found = f"{installed}, a build without CUDA, on a machine with GPUs"
-            yield broken(found, "install the CUDA build of torch that your vLLM names", name)
+            yield broken(
+                found, "install the CUDA build of torch that your vLLM names", name
+            )
         elif name == "pyzmq":
             yield _pyzmq(installed)
         else:
@@ -68,7 +72,9 @@ def fits(version: str, wanted: str) -> bool:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """The four numbers of a version: 1.5 is 1.5.0.0."""
-    numbers = [int(number) for number in re.findall(r"(?:^|(?<=[0-9])\.)([0-9]+)", version)]
+    numbers = [
+        int(number) for number in re.findall(r"(?:^|(?<=[0-9])\.)([0-9]+)", version)
+    ]
     return tuple([*numbers, 0, 0, 0, 0][:4])
 
 
@@ -90,9 +96,7 @@ def _vllm(installed: Mapping[str, str], python: tuple[int, int, int]) -> Finding
         do = "pip install 'kvferry[vllm]' where an engine runs; the commands of kvferry do without"
         return look("not installed", do, "vllm")
     if len(installed) > 1:
-        do = (
-            "pip uninstall one of them: they write the same files, and then install the other again"
-        )
+        do = "pip uninstall one of them: they write the same files, and then install the other again"
         return broken(f"{shown}: both", do, "vllm")
     if python[:2] < PYTHON_OF_VLLM:
         found = f"{shown} under Python {_dotted(python[:2])}"

@@ -127,10 +127,14 @@ def _costs(options: argparse.Namespace, consumer: EngineDescription) -> Costs:
     has_gpu = any(worker.memory == "VRAM" for worker in consumer.workers)
     pool_bytes = POOL_BYTES_VRAM if has_gpu else POOL_BYTES_DRAM
     if options.staging_pool_bytes is not None:
-        pool_bytes = whole_option("--staging-pool-bytes", options.staging_pool_bytes, 0, 1 << 40)
+        pool_bytes = whole_option(
+            "--staging-pool-bytes", options.staging_pool_bytes, 0, 1 << 40
+        )
     direct_min_bytes = PUBLISHED.direct_min_bytes
     if options.direct_min_bytes is not None:
-        direct_min_bytes = whole_option("--direct-min-bytes", options.direct_min_bytes, 1, 1 << 40)
+        direct_min_bytes = whole_option(
+            "--direct-min-bytes", options.direct_min_bytes, 1, 1 << 40
+        )
     return replace(
         PUBLISHED,
         direct_min_bytes=direct_min_bytes,

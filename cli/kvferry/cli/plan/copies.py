@@ -66,7 +66,10 @@ def _blocks_of(
     request: CopyRequest, consumer: EngineDescription, producer: EngineDescription
 ) -> RequestBlocks:
     """The request's blocks for pairing."""
-    for field, engine in (("remote_block_ids", producer), ("local_block_ids", consumer)):
+    for field, engine in (
+        ("remote_block_ids", producer),
+        ("local_block_ids", consumer),
+    ):
         lists = getattr(request, field)
         if len(lists) != len(engine.groups):
             expected = f"one per cache group: {len(engine.groups)}"
@@ -76,7 +79,9 @@ def _blocks_of(
         stop_token = request.stop_token
     # Beyond its tokens a block holds those of another request.
     if stop_token > request.num_tokens:
-        raise InvalidCopies("stop_token", stop_token, f"at most num_tokens={request.num_tokens}")
+        raise InvalidCopies(
+            "stop_token", stop_token, f"at most num_tokens={request.num_tokens}"
+        )
     if request.first_token >= stop_token:
         expected = f"below {stop_token}, where reading stops"
         raise InvalidCopies("first_token", request.first_token, expected)
@@ -104,10 +109,14 @@ def copy_lines(
     units_by_plan = []
     for plan in plans:
         try:
-            units_by_plan.append(pair_request(plan, consumer.groups, producer.groups, request))
+            units_by_plan.append(
+                pair_request(plan, consumer.groups, producer.groups, request)
+            )
         except InvalidParams as wrong:
             field = wrong.field.replace("local_blocks", "local_block_ids")
-            raise InvalidCopies(field, Shown(wrong.shown_value), wrong.expected) from None
+            raise InvalidCopies(
+                field, Shown(wrong.shown_value), wrong.expected
+            ) from None
     return _lines(plans, units_by_plan)
 
 
@@ -123,7 +132,9 @@ def _lines_of_route(
     consumer: Place, route: Route, units: Mapping[TokenMap, UnitPairs]
 ) -> Iterator[str]:
     # Written by hand: there are millions of lines, which differ in three numbers.
-    head = f'{{"consumer": {_place(consumer)}, "producer": {_place(route.place)}, "src": '
+    head = (
+        f'{{"consumer": {_place(consumer)}, "producer": {_place(route.place)}, "src": '
+    )
     for bundle in route.bundles:
         convert = ""
         if bundle.conversions:
@@ -142,4 +153,6 @@ def _lines_of_route(
 
 
 def _place(place: Place) -> str:
-    return json.dumps({"pp": place.pp, "pcp": place.pcp, "tp": place.tp, "dcp": place.dcp})
+    return json.dumps(
+        {"pp": place.pp, "pcp": place.pcp, "tp": place.tp, "dcp": place.dcp}
+    )

@@ -14,7 +14,12 @@ from kvferry.link.client import SideChannelClient
 from kvferry.link.secrets import Secrets, secrets_from_environment
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import encode_engine_json, to_engine_json
-from kvferry.protocol.errors import HandshakeFailed, InvalidMessage, NothingListens, PeerRefused
+from kvferry.protocol.errors import (
+    HandshakeFailed,
+    InvalidMessage,
+    NothingListens,
+    PeerRefused,
+)
 from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription
 from kvferry.protocol.hosts import host_port
 from kvferry.protocol.visible import visible_json
@@ -42,7 +47,9 @@ def run_describe(options: argparse.Namespace) -> int:
     return 0
 
 
-def fetch(host: str, port: int, timeout_s: float, secrets: Secrets = ()) -> EngineDescription:
+def fetch(
+    host: str, port: int, timeout_s: float, secrets: Secrets = ()
+) -> EngineDescription:
     """The description of the engine at this address.
 
     Raises:

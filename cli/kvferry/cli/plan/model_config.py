@@ -33,7 +33,12 @@ _EXAMPLES = {
 _NESTED = ("text_config", "llm_config", "language_config")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_KV_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_head_kv",
+    "multi_query_group_num",
+)
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 
@@ -92,7 +97,9 @@ def read_model_config(text: bytes, given: Mapping[str, str]) -> dict[str, str]:
     config = read_json(InvalidModel, text, MAX_CONFIG_BYTES)
     if not isinstance(config, dict):
         raise InvalidModel("file", Shown("no object"), "the config.json of a model")
-    nested = next((config[key] for key in _NESTED if isinstance(config.get(key), dict)), None)
+    nested = next(
+        (config[key] for key in _NESTED if isinstance(config.get(key), dict)), None
+    )
     return _Config(config, nested, given).pairs()
 
 
@@ -106,7 +113,10 @@ class _Config:
     """
 
     def __init__(
-        self, whole: Mapping[str, Any], nested: Mapping[str, Any] | None, given: Mapping[str, str]
+        self,
+        whole: Mapping[str, Any],
+        nested: Mapping[str, Any] | None,
+        given: Mapping[str, str],
     ) -> None:
         self._whole = whole
         self._nested = nested
@@ -165,7 +175,9 @@ class _Config:
                 raise _not_here(key, own[key], why)
         if own.get("is_encoder_decoder") or self._whole.get("is_encoder_decoder"):
             raise _not_here(
-                "is_encoder_decoder", True, _TABLES.keys_of_other_caches["encoder_layers"]
+                "is_encoder_decoder",
+                True,
+                _TABLES.keys_of_other_caches["encoder_layers"],
             )
         if own.get("kv_lora_rank"):
             if not self._family.has_latent:
@@ -195,11 +207,17 @@ class _Config:
 
     def _kv_heads(self) -> int:
         own = self._own
-        has_multi_query = own.get("multi_query", True) and not own.get("new_decoder_architecture")
+        has_multi_query = own.get("multi_query", True) and not own.get(
+            "new_decoder_architecture"
+        )
         if self._family.is_multi_query and has_multi_query:
             return 1
         says_kv_heads = any(key in own for key in _KV_HEADS)
-        if self._nested is None and self._family.kv_heads_are_heads and not says_kv_heads:
+        if (
+            self._nested is None
+            and self._family.kv_heads_are_heads
+            and not says_kv_heads
+        ):
             return self._number(_HEADS, 1, add="heads")
         return self._number(_KV_HEADS, 1, add="heads")
 
@@ -214,11 +232,15 @@ class _Config:
         hidden = self._number(_HIDDEN, 1, 1 << 24, add="dim")
         heads = self._number(_HEADS, 1, add="dim")
         if hidden % heads:
-            raise InvalidModel("hidden_size", hidden, f"a multiple of {heads} heads; {_add('dim')}")
+            raise InvalidModel(
+                "hidden_size", hidden, f"a multiple of {heads} heads; {_add('dim')}"
+            )
         return hidden // heads
 
     def _dtype(self) -> str:
-        scheme = self._own.get("quantization_config") or self._whole.get("quantization_config")
+        scheme = self._own.get("quantization_config") or self._whole.get(
+            "quantization_config"
+        )
         if not isinstance(scheme, dict):
             scheme = {}
         # The cache has the scheme's type then, not that of the activations.
@@ -228,7 +250,9 @@ class _Config:
         dtype = self._written_dtype()
         name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
         if name not in _DTYPES:
-            raise InvalidModel("dtype", dtype, f"one of {', '.join(_DTYPES)}; {_add('dtype')}")
+            raise InvalidModel(
+                "dtype", dtype, f"one of {', '.join(_DTYPES)}; {_add('dtype')}"
+            )
         return _DTYPES[name]
 
     def _written_dtype(self) -> Any:
@@ -269,7 +293,9 @@ class _Config:
         if isinstance(kinds, list):
             if len(kinds) != all_layers:
                 expected = f"one for each of {all_layers} layers"
-                raise InvalidModel("layer_types", Shown(f"{len(kinds)} names"), expected)
+                raise InvalidModel(
+                    "layer_types", Shown(f"{len(kinds)} names"), expected
+                )
             return [layer for layer in range(layers) if kinds[layer] == _KINDS[1]]
         # Hostile or of another meaning: what is no number counts as missing.
         pattern = self._own.get("sliding_window_pattern", self._family.full_every)
@@ -282,7 +308,9 @@ class _Config:
             return list(range(layers))
         return [layer for layer in range(layers) if (layer + 1) % pattern]
 
-    def _number(self, keys: Sequence[str], low: int, high: int = MAX_SIZE, *, add: str = "") -> int:
+    def _number(
+        self, keys: Sequence[str], low: int, high: int = MAX_SIZE, *, add: str = ""
+    ) -> int:
         """The first of these keys that is there, a whole number.
 
         Args:

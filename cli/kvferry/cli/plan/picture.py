@@ -120,8 +120,12 @@ def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
     most_workers = max(len(summary.producer.workers), len(summary.consumer.workers))
     card_height = CARD if most_workers < COMPACT_FROM else COMPACT_CARD
     height = most_workers * (card_height + GAP)
-    producers = _cards(summary.producer, LEFT, height, palette(len(summary.producer.workers)))
-    consumers = _cards(summary.consumer, RIGHT, height, [_CONSUMER] * len(summary.consumer.workers))
+    producers = _cards(
+        summary.producer, LEFT, height, palette(len(summary.producer.workers))
+    )
+    consumers = _cards(
+        summary.consumer, RIGHT, height, [_CONSUMER] * len(summary.consumer.workers)
+    )
     flows = []
     for consumer, reader in zip(consumers, summary.workers, strict=True):
         for flow in reader.flows:
@@ -163,7 +167,9 @@ def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
     return producers + consumers, bands
 
 
-def _cards(side: PlanSide, left: float, height: float, colours: Sequence[str]) -> list[Card]:
+def _cards(
+    side: PlanSide, left: float, height: float, colours: Sequence[str]
+) -> list[Card]:
     """The cards of one side, which share its height."""
     pitch = height / len(side.workers)
     cards = []
@@ -195,13 +201,17 @@ def palette(count: int) -> list[str]:
 def _heading(summary: PlanSummary) -> Iterator[str]:
     producer = summary.producer
     consumer = summary.consumer
-    title = f"{format_topology(producer.topology)}  →  {format_topology(consumer.topology)}"
+    title = (
+        f"{format_topology(producer.topology)}  →  {format_topology(consumer.topology)}"
+    )
     facts = (
         f"{counted(consumer.layers, 'layer')} · {counted(consumer.heads, 'head')} · {'/'.join(consumer.dtypes)}"
         f" · a prompt of {counted(summary.tokens, 'token')}: {decimal_bytes(summary.bytes)} in "
         f"{counted(summary.descriptors, 'descriptor')}, {summary.predicted_ms:.3g} ms over {summary.link_gb_s:g} GB/s"
     )
-    yield text(title, WIDTH / 2, 38, 24, class_="ink", font_weight=700, text_anchor="middle")
+    yield text(
+        title, WIDTH / 2, 38, 24, class_="ink", font_weight=700, text_anchor="middle"
+    )
     yield text(facts, WIDTH / 2, 62, 13, class_="muted", text_anchor="middle")
     for role, side, x in (("producer", producer, LEFT), ("consumer", consumer, RIGHT)):
         name = role
@@ -221,7 +231,9 @@ def _cut(content: str, length: int) -> str:
 def _band(band: Band) -> str:
     hint = _band_words(band)
     if not band.width:
-        return _dotted(_curve("M", START, band.producer.middle, RIGHT, band.consumer.middle), hint)
+        return _dotted(
+            _curve("M", START, band.producer.middle, RIGHT, band.consumer.middle), hint
+        )
     below_left = band.left_top + band.width
     below_right = band.right_top + band.width
     there = _curve("M", START, band.left_top, RIGHT, band.right_top)
@@ -236,14 +248,17 @@ def _band(band: Band) -> str:
 def _curve(begin: str, x: float, y: float, to_x: float, to_y: float) -> str:
     """A curve that is level at both ends."""
     middle = (START + RIGHT) / 2
-    return (
-        f"{begin}{x:.1f} {y:.2f}C{middle:.1f} {y:.2f} {middle:.1f} {to_y:.2f} {to_x:.1f} {to_y:.2f}"
-    )
+    return f"{begin}{x:.1f} {y:.2f}C{middle:.1f} {y:.2f} {middle:.1f} {to_y:.2f} {to_x:.1f} {to_y:.2f}"
 
 
 def _dotted(path: str, hint: str = "") -> str:
     return element(
-        "path", hint=hint, d=path, class_="zero", stroke_width=1.2, stroke_dasharray="3 5"
+        "path",
+        hint=hint,
+        d=path,
+        class_="zero",
+        stroke_width=1.2,
+        stroke_dasharray="3 5",
     )
 
 
@@ -254,7 +269,9 @@ def _band_words(band: Band) -> str:
         return f"{ends}: release only"
     heads = {held for read in flow.reads for held in read.heads}
     ranges = spans(sorted(heads, key=lambda held: (held.start, held.stop)))
-    runs = {f"{read.run_bytes} B" for read in flow.reads if read.placing == band.placing}
+    runs = {
+        f"{read.run_bytes} B" for read in flow.reads if read.placing == band.placing
+    }
     return (
         f"{ends}: heads {ranges}, {decimal_bytes(band.num_bytes)}, {band.placing}, "
         f"runs of {', '.join(sorted(runs))}"
@@ -277,7 +294,9 @@ def _card(card: Card) -> Iterator[str]:
     shard = card.shard
     x = card.left
     hint = f"tokens: {format_tokens(shard.interleave)}"
-    yield rect(x, card.top, CARD_WIDTH, card.height, rx=6, class_="card grid", hint=hint)
+    yield rect(
+        x, card.top, CARD_WIDTH, card.height, rx=6, class_="card grid", hint=hint
+    )
     # The map is at the side of the flows.
     text_x = x + _MAP_WIDTH + 26
     map_x = x + 12
@@ -286,7 +305,9 @@ def _card(card: Card) -> Iterator[str]:
         text_x = x + 12
         map_x = x + CARD_WIDTH - _MAP_WIDTH - 14
     held = f"heads {span(shard.heads)} · layers {span(shard.layers)}"
-    yield text(str(shard.place), text_x, card.middle - 1, 12, class_="ink", font_weight=700)
+    yield text(
+        str(shard.place), text_x, card.middle - 1, 12, class_="ink", font_weight=700
+    )
     yield text(held, text_x, card.middle + 10, 10, class_="muted")
     height = min(card.height - 8, _MAP_HEIGHT)
     top = card.middle - height / 2
@@ -322,13 +343,13 @@ def _legend(placings: Set[str], y: float) -> Iterator[str]:
         yield text(name, x + 36, y, 11.5, class_="muted")
         x += 60 + 7 * len(name)
     yield text("width of a band: its bytes", x, y, 11.5, class_="muted")
-    about = (
-        "in each card the whole model: heads across, layers down; filled is what the worker holds"
-    )
+    about = "in each card the whole model: heads across, layers down; filled is what the worker holds"
     yield text(about, LEFT, y + 24, 11.5, class_="muted")
 
 
-def element(name: str, *children: str, hint: str = "", **attributes: str | float) -> str:
+def element(
+    name: str, *children: str, hint: str = "", **attributes: str | float
+) -> str:
     """One element, in which all outside text is escaped.
 
     Args:
@@ -349,12 +370,16 @@ def element(name: str, *children: str, hint: str = "", **attributes: str | float
     return f"<{tag}>{content}</{name}>"
 
 
-def rect(x: float, y: float, width: float, height: float, **attributes: str | float) -> str:
+def rect(
+    x: float, y: float, width: float, height: float, **attributes: str | float
+) -> str:
     """A rectangle."""
     return element("rect", x=x, y=y, width=width, height=height, **attributes)  # type: ignore[arg-type]
 
 
-def text(content: str, x: float, y: float, size: float, **attributes: str | float) -> str:
+def text(
+    content: str, x: float, y: float, size: float, **attributes: str | float
+) -> str:
     """A line of text; `y` is its baseline."""
     shown = escape(visible_lines(content))
     return element("text", shown, x=x, y=y, font_size=size, **attributes)  # type: ignore[arg-type]

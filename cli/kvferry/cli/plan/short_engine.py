@@ -15,7 +15,14 @@ from msgspec.structs import replace
 from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.plan.short_form import DTYPE_BYTES, LAYOUTS, ConvPart, ShortForm
 from kvferry.protocol.description_json import EngineJson, WorkerJson
-from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Range, Topology
+from kvferry.protocol.geometry import (
+    Format,
+    Interleave,
+    PagedTensor,
+    Place,
+    Range,
+    Topology,
+)
 from kvferry.protocol.handshake import MAX_ENGINE_TENSORS, CacheGroup, ModelFacts
 
 # Placeholder for facts about weights and activations, which a short form does not have.
@@ -59,7 +66,9 @@ def groups_of_form(form: ShortForm) -> _Groups:
     groups = [
         (CacheGroup(policy="full", block_tokens=form.block), form.full_layers),
         (
-            CacheGroup(policy="window", block_tokens=form.block, window_tokens=form.window),
+            CacheGroup(
+                policy="window", block_tokens=form.block, window_tokens=form.window
+            ),
             form.window_layers,
         ),
         (CacheGroup(policy="state", block_tokens=form.block), form.state_layers),
@@ -124,7 +133,9 @@ def _attention_tensors(
     strides, total = strides_of(LAYOUTS[form.layout], sizes)
     interleave = Interleave()
     if form.dcp > 1:
-        interleave = Interleave(ranks=form.dcp, rank=place.dcp, run_tokens=form.interleave)
+        interleave = Interleave(
+            ranks=form.dcp, rank=place.dcp, run_tokens=form.interleave
+        )
     k = PagedTensor(
         layer="",
         kind="mla" if form.mla else "k",
@@ -145,14 +156,18 @@ def _attention_tensors(
     v = replace(k, kind="v", base=base + (cell if is_packed else total))
     if form.layout == "CPU":
         # In a (block, head): K as [dim, tokens], behind it V as [tokens, dim].
-        k = replace(k, tile_stride=item, element_bytes=item, element_stride=tokens * item)
+        k = replace(
+            k, tile_stride=item, element_bytes=item, element_stride=tokens * item
+        )
         v = replace(v, base=base + tokens * cell, tile_stride=cell)
     kinds = (k,) if form.mla else (k, v)
     tensors = []
     for position, layer in enumerate(layers):
         name = form.names.format(layer)
         offset = position * strides["L"]
-        tensors += [replace(kind, layer=name, base=kind.base + offset) for kind in kinds]
+        tensors += [
+            replace(kind, layer=name, base=kind.base + offset) for kind in kinds
+        ]
     if not is_packed:
         total *= len(kinds)
     return tensors, total
@@ -240,7 +255,9 @@ def _state_tensors(
                 element_stride=all_channels * item,
             )
         else:
-            conv = replace(conv, base=base + channels_before * cell_bytes, head_stride=cell_bytes)
+            conv = replace(
+                conv, base=base + channels_before * cell_bytes, head_stride=cell_bytes
+            )
         kinds.append(conv)
         channels_before += len(held)
     if form.ssm:
@@ -250,7 +267,9 @@ def _state_tensors(
     for position, layer in enumerate(layers):
         name = form.state_names.format(layer)
         offset = position * layer_bytes
-        tensors += [replace(kind, layer=name, base=kind.base + offset) for kind in kinds]
+        tensors += [
+            replace(kind, layer=name, base=kind.base + offset) for kind in kinds
+        ]
     return tensors, layer_bytes * len(layers)
 
 
@@ -291,7 +310,9 @@ def _check_sizes(form: ShortForm) -> None:
         num_elements = channels * form.conv_width
         if num_elements > MAX_BLOCK_PIECES:
             what = f"a state has {num_elements} elements"
-            raise _too_large("conv", f"{part.name}{part.channels}", what, MAX_BLOCK_PIECES)
+            raise _too_large(
+                "conv", f"{part.name}{part.channels}", what, MAX_BLOCK_PIECES
+            )
 
 
 def _too_large(key: str, value: object, what: str, limit: int) -> InvalidArgument:

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 from kvferry.cli.arguments import InvalidArgument, whole_option
 from kvferry.protocol.errors import MISSING, Shown, one_of
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3": 1, "float8_e5m2": 1}
+DTYPE_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3": 1,
+    "float8_e5m2": 1,
+}
 # Axes from the outermost to the innermost: layers, blocks, heads, tokens, content (`[K|V]`).
 LAYOUTS = {
     "HND": "LBHNC",
@@ -113,7 +119,9 @@ _layer_list = _matching(
     rf"\*|{_ITEM}(\+{_ITEM})*",
     "layers joined by +, e.g. 0-4+6, 0-30/2 for every second, or * for all",
 )
-_stages = _sizes(rf"{_SIZE}(\+{_SIZE})*", "layers of every stage joined by +, e.g. 20+12")
+_stages = _sizes(
+    rf"{_SIZE}(\+{_SIZE})*", "layers of every stage joined by +, e.g. 20+12"
+)
 _state_shape = _sizes(
     rf"{_SIZE}(x{_SIZE}){{1,2}}",
     "heads and their shape joined by x, e.g. 24x64x128, or 1536x16",
@@ -192,7 +200,9 @@ class ShortForm:
 
 
 KEYS: dict[str, Key] = {
-    option.name: option.metadata["key"] for option in fields(ShortForm) if option.metadata
+    option.name: option.metadata["key"]
+    for option in fields(ShortForm)
+    if option.metadata
 }
 
 
@@ -244,7 +254,11 @@ def with_model(pairs: Mapping[str, str], model: Mapping[str, str]) -> dict[str, 
         said.update(("heads", "dim"))
     if "heads" in pairs or "dim" in pairs:
         said.add("mla")
-    taken = {key: value for key, value in model.items() if key in MODEL_KEYS and key not in said}
+    taken = {
+        key: value
+        for key, value in model.items()
+        if key in MODEL_KEYS and key not in said
+    }
     return {**taken, **pairs}
 
 
@@ -322,7 +336,9 @@ def _filled(values: Mapping[str, Any]) -> ShortForm:
         derived["window"], listed = values["window"]
         derived["window_layers"] = _layers_of("window", listed, layers)
     if "state_layers" in values:
-        derived["state_layers"] = _layers_of("state_layers", values["state_layers"], layers)
+        derived["state_layers"] = _layers_of(
+            "state_layers", values["state_layers"], layers
+        )
     return ShortForm(**derived)
 
 
@@ -349,7 +365,9 @@ def _layers_of(key: str, listed: str, layers: int) -> tuple[int, ...]:
         high = int(last or first)
         step = int(every or 1)
         if not low <= high < layers or step < 1:
-            raise InvalidArgument(key, item, f"layers from 0 to {layers - 1}, the lower one first")
+            raise InvalidArgument(
+                key, item, f"layers from 0 to {layers - 1}, the lower one first"
+            )
         chosen.update(range(low, high + 1, step))
     return tuple(sorted(chosen))
 
@@ -363,7 +381,10 @@ def _misfits(form: ShortForm) -> _Problems:
     if set(form.state_layers) & set(form.window_layers):
         yield "state_layers", "layers that are not in the list of window"
     yield from _misfits_of_attention(form)
-    for key, size in (("kernel_block", form.kernel_block), ("interleave", form.interleave)):
+    for key, size in (
+        ("kernel_block", form.kernel_block),
+        ("interleave", form.interleave),
+    ):
         if form.block % size:
             yield key, f"a divisor of block={form.block}"
     ranks = form.pp * form.pcp * form.tp

@@ -76,14 +76,20 @@ def read_sides(
         producer_read = _read("PRODUCER", producer, read_stdin)
     with _naming_side("CONSUMER"):
         consumer_read = _read("CONSUMER", consumer, read_stdin)
-    producer_json, producer_form = _complete("PRODUCER", producer, producer_read, consumer_read)
-    consumer_json, consumer_form = _complete("CONSUMER", consumer, consumer_read, producer_read)
+    producer_json, producer_form = _complete(
+        "PRODUCER", producer, producer_read, consumer_read
+    )
+    consumer_json, consumer_form = _complete(
+        "CONSUMER", consumer, consumer_read, producer_read
+    )
     # A short form has no facts about the weights: it takes those of the other side.
     producer_facts = _facts_of(producer_json, consumer_json)
     consumer_facts = _facts_of(consumer_json, producer_json)
     producer_engine = _describe("PRODUCER", producer_json, producer_facts)
     consumer_engine = _describe("CONSUMER", consumer_json, consumer_facts)
-    return ReadSide(producer_engine, producer_form), ReadSide(consumer_engine, consumer_form)
+    return ReadSide(producer_engine, producer_form), ReadSide(
+        consumer_engine, consumer_form
+    )
 
 
 def _complete(
@@ -111,7 +117,9 @@ def _facts_of(engine_json: EngineJson, other: EngineJson) -> ModelFacts:
     return engine_json.facts
 
 
-def _describe(role: str, engine_json: EngineJson, facts: ModelFacts) -> EngineDescription:
+def _describe(
+    role: str, engine_json: EngineJson, facts: ModelFacts
+) -> EngineDescription:
     """The description of one side."""
     engine = from_engine_json(msgspec.structs.replace(engine_json, facts=facts))
     with _naming_side(role):
@@ -128,7 +136,9 @@ def _naming_side(role: str) -> Iterator[None]:
         raise InvalidSide(role, wrong) from None
 
 
-def _read(role: str, argument: str, read_stdin: Callable[[], bytes]) -> EngineJson | Pairs:
+def _read(
+    role: str, argument: str, read_stdin: Callable[[], bytes]
+) -> EngineJson | Pairs:
     """A description, or the pairs of a short form, those of a model's config.json included."""
     if argument == STDIN:
         return decode_engine_json(read_stdin())

@@ -85,12 +85,16 @@ def side_of(engine: EngineDescription) -> PlanSide:
     )
 
 
-def _shard(engine: EngineDescription, worker: WorkerDescription, order: dict[str, int]) -> Shard:
+def _shard(
+    engine: EngineDescription, worker: WorkerDescription, order: dict[str, int]
+) -> Shard:
     held = [tensor for tensor in worker.tensors if len(tensor.heads)]
     layers = [order[tensor.layer] for tensor in held]
     # The heads that are displayed are those of attention; of a model without attention those of its states, and only
     # then the channels of its convolutions.
-    attention = [tensor for tensor in held if engine.groups[tensor.group].policy != "state"]
+    attention = [
+        tensor for tensor in held if engine.groups[tensor.group].policy != "state"
+    ]
     not_convolutions = [tensor for tensor in held if not tensor.kind.startswith("conv")]
     displayed = attention or not_convolutions or held
     heads = Range(0, 0)
@@ -109,7 +113,9 @@ def _shard(engine: EngineDescription, worker: WorkerDescription, order: dict[str
 
 def format_engine(side: PlanSide) -> str:
     """An engine in one line."""
-    shape = EngineShape(side.topology, side.layers, side.heads, side.dtypes, side.groups)
+    shape = EngineShape(
+        side.topology, side.layers, side.heads, side.dtypes, side.groups
+    )
     return str(shape)
 
 
@@ -251,7 +257,9 @@ def summarise(
             flows.append(flow)
             efforts.append(effort)
             # The relayout is the consumer's work, and so are copies from mapped memory.
-            sending[route.worker].append(effort._replace(relayout_bytes=0, mapped_bytes=0))
+            sending[route.worker].append(
+                effort._replace(relayout_bytes=0, mapped_bytes=0)
+            )
         own_effort = total(efforts)
         log, *debug = plan.describe_all()
         reader = ReadingWorker(
@@ -275,7 +283,9 @@ def summarise(
         consumer=side_of(consumer),
         tokens=length,
         link_gb_s=link_gb_s,
-        bytes_per_token=sum(flow.bytes_per_token for reader in readers for flow in reader.flows),
+        bytes_per_token=sum(
+            flow.bytes_per_token for reader in readers for flow in reader.flows
+        ),
         bytes=sum(reader.bytes for reader in readers),
         link_bytes=sum(reader.link_bytes for reader in readers),
         descriptors=sum(reader.descriptors for reader in readers),
@@ -332,10 +342,14 @@ def _read(
     groups: Groups,
     order: Mapping[str, int],
 ) -> Read:
-    slices = [route.slices[member] for of_place in bundle.members for member in of_place]
+    slices = [
+        route.slices[member] for of_place in bundle.members for member in of_place
+    ]
     layers = sorted({item.local.layer for item in slices}, key=natural)
     kinds = dict.fromkeys(item.local.kind for item in slices)
-    heads = sorted({item.heads for item in slices}, key=lambda held: (held.start, held.stop))
+    heads = sorted(
+        {item.heads for item in slices}, key=lambda held: (held.start, held.stop)
+    )
     conversion = ""
     if bundle.conversions:
         conversion = str(bundle.conversions[0])
@@ -390,7 +404,9 @@ class Effort(NamedTuple):
         """Time over a link, with the known costs of descriptors, of the relayout and of copies from mapped memory."""
         link_s = self.link_bytes / (link_gb_s * 1e9)
         descriptors_s = self.descriptors * costs.descriptor_s
-        copies_s = costs.relayout_s(self.relayout_bytes) + costs.mapped_s(self.mapped_bytes)
+        copies_s = costs.relayout_s(self.relayout_bytes) + costs.mapped_s(
+            self.mapped_bytes
+        )
         return link_s + descriptors_s + copies_s
 
 
@@ -419,7 +435,9 @@ def prompt_tokens(
     # By number, and then by text: the reason is that of the smallest limit.
     max_tokens, why = min(limits)
     if max_tokens < 1:
-        raise InvalidArgument("blocks", 1, "at least 2 in every cache: block 0 is the null block")
+        raise InvalidArgument(
+            "blocks", 1, "at least 2 in every cache: block 0 is the null block"
+        )
     if wanted is None:
         return min(DEFAULT_TOKENS, max_tokens)
     if wanted > max_tokens:
@@ -435,7 +453,9 @@ def _token_maps(plans: Iterable[TransferPlan]) -> set[TokenMap]:
     return token_maps
 
 
-def count_units(token_map: TokenMap, here: Groups, there: Groups, num_tokens: int) -> Units:
+def count_units(
+    token_map: TokenMap, here: Groups, there: Groups, num_tokens: int
+) -> Units:
     """The units of a prompt of `num_tokens` tokens in one token map."""
     if token_map.is_state:
         return Units(1, 1)
@@ -448,7 +468,10 @@ def count_units(token_map: TokenMap, here: Groups, there: Groups, num_tokens: in
     other_groups: list[list[int]] = [[]] * group
     request = RequestBlocks(
         local=[*other_groups, local_blocks],
-        remote=[*other_groups, _assumed_blocks(token_map.remote, there[group], num_tokens)],
+        remote=[
+            *other_groups,
+            _assumed_blocks(token_map.remote, there[group], num_tokens),
+        ],
         first_token=0,
         stop_token=num_tokens,
         num_tokens=num_tokens,
@@ -502,8 +525,23 @@ def _assumed_blocks(side: TokenSide, group: CacheGroup, num_tokens: int) -> list
 RELEASE = "released"
 NONE = "no need"
 
-_COLUMNS = ("consumer", "producer", ">pairs", "layers", "heads", ">bytes", ">descriptors", "placed")
-_STYLES = {"direct": "green", "staged": "yellow", "mapped": "cyan", RELEASE: "dim", NONE: "dim"}
+_COLUMNS = (
+    "consumer",
+    "producer",
+    ">pairs",
+    "layers",
+    "heads",
+    ">bytes",
+    ">descriptors",
+    "placed",
+)
+_STYLES = {
+    "direct": "green",
+    "staged": "yellow",
+    "mapped": "cyan",
+    RELEASE: "dim",
+    NONE: "dim",
+}
 
 
 class Kind(NamedTuple):
@@ -532,7 +570,9 @@ class Pair(NamedTuple):
     heads: tuple[Range, ...] = ()
 
 
-def fold(readers: Iterable[ReadingWorker], reasons: dict[str, int]) -> dict[Kind, list[Pair]]:
+def fold(
+    readers: Iterable[ReadingWorker], reasons: dict[str, int]
+) -> dict[Kind, list[Pair]]:
     """The pairs of each kind, in the order of their first ones; new reasons get the next number in `reasons`."""
     folded: dict[Kind, list[Pair]] = {}
     for reader in readers:
@@ -540,7 +580,9 @@ def fold(readers: Iterable[ReadingWorker], reasons: dict[str, int]) -> dict[Kind
             folded.setdefault(Kind(NONE), []).append(Pair(reader.place, None))
         for flow in reader.flows:
             if not flow.reads:
-                folded.setdefault(Kind(RELEASE), []).append(Pair(reader.place, flow.producer))
+                folded.setdefault(Kind(RELEASE), []).append(
+                    Pair(reader.place, flow.producer)
+                )
             for kind, read in _kinds(flow, reasons):
                 pair = Pair(reader.place, flow.producer, read.heads)
                 folded.setdefault(kind, []).append(pair)
@@ -577,7 +619,9 @@ def cells_of(kind: Kind, pairs: Sequence[Pair], groups: Sequence[str]) -> list[s
         groups: names of the cache groups, if there are several.
     """
     consumers = format_places(pair.consumer for pair in pairs)
-    producers = format_places(pair.producer for pair in pairs if pair.producer is not None)
+    producers = format_places(
+        pair.producer for pair in pairs if pair.producer is not None
+    )
     cells = [consumers, producers, f"{len(pairs)}"]
     if not kind.layers:
         return [*cells, "", "", "", "", kind.placed]
@@ -684,7 +728,17 @@ def print_engine(engine_json: EngineJson, side: PlanSide) -> None:
         for worker, shard in zip(engine_json.workers, side.workers, strict=True)
     )
     print_table(
-        ("worker", "memory", ">device", "layers", "heads", "tokens", ">tensors", ">cache"), rows
+        (
+            "worker",
+            "memory",
+            ">device",
+            "layers",
+            "heads",
+            "tokens",
+            ">tensors",
+            ">cache",
+        ),
+        rows,
     )
 
 
@@ -707,7 +761,9 @@ def _print_time(summary: PlanSummary) -> None:
         sizes.append(f"{decimal_bytes(summary.link_bytes)} over the links")
     sizes.append(f"{decimal_bytes(summary.bytes_per_token)}/token")
     sizes.append(f"{rounded_count(summary.descriptors)} descriptors")
-    print_line(f"a prompt of {counted(summary.tokens, 'token')}: {', '.join(sizes)}", hang=2)
+    print_line(
+        f"a prompt of {counted(summary.tokens, 'token')}: {', '.join(sizes)}", hang=2
+    )
     time = milliseconds(summary.predicted_ms)
     slowest = f"{summary.slowest.side} {summary.slowest.place}"
     print_line(

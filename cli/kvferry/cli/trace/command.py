@@ -39,7 +39,9 @@ def run_trace(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, slowest: int) -> None:
     # Before anything is read, which may take a minute.
     if options.out is not None and not options.out.endswith((".json", ".json.gz")):
-        raise InvalidArgument("-o", options.out, "a file .json or .json.gz, for ui.perfetto.dev")
+        raise InvalidArgument(
+            "-o", options.out, "a file .json or .json.gz, for ui.perfetto.dev"
+        )
     summary = summarize(read_recording(options.dirs), options.request or "")
     if options.request is not None and not summary.timelines:
         raise InvalidArgument(
@@ -77,4 +79,6 @@ def _write(out: str, summary: Summary) -> None:
             else:
                 file.writelines(pieces)
     except (OSError, ValueError) as refused:
-        raise InvalidArgument("-o", out, f"a file that can be written ({refused})") from None
+        raise InvalidArgument(
+            "-o", out, f"a file that can be written ({refused})"
+        ) from None

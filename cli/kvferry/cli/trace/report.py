@@ -100,7 +100,8 @@ def print_listing(summary: Summary, slowest: int) -> None:
         # A word a line, or narrow columns would fold the words.
         names = [f">{phase.label}".replace(" ", "\n") for phase in phases]
         print_table(
-            ("request", *names, ">other"), (_phase_row(timeline, phases) for timeline in shown)
+            ("request", *names, ">other"),
+            (_phase_row(timeline, phases) for timeline in shown),
         )
     _print_notes(summary)
 

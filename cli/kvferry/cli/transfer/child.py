@@ -67,9 +67,13 @@ def check_installed() -> None:
     Raises:
         ReadsFailed: one is missing.
     """
-    missing = [name for name in ("torch", "nixl") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("torch", "nixl") if importlib.util.find_spec(name) is None
+    ]
     if missing:
-        raise ReadsFailed(f"not installed: {', '.join(missing)}; pip install 'kvferry[worker]'")
+        raise ReadsFailed(
+            f"not installed: {', '.join(missing)}; pip install 'kvferry[worker]'"
+        )
 
 
 class Pipe:
@@ -123,10 +127,14 @@ class Child:
         environ: its environment.
     """
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str] = os.environ
+    ) -> None:
         # A second exporter of NIXL's own telemetry would take an engine's port.
         child_environ = {
-            name: value for name, value in environ.items() if not name.startswith("NIXL_TELEMETRY_")
+            name: value
+            for name, value in environ.items()
+            if not name.startswith("NIXL_TELEMETRY_")
         }
         child_environ.update(_UCX_LOG)
         own_end, child_end = multiprocessing.Pipe()
@@ -166,9 +174,13 @@ class Child:
             if status is not None and status < 0:
                 how = f"signal {-status}"
             last_words = self._last_error() or self._last_line()
-            raise ReadsFailed(f"its NIXL process ended with {how}{last_words}") from None
+            raise ReadsFailed(
+                f"its NIXL process ended with {how}{last_words}"
+            ) from None
         if isinstance(message, Failed):
-            raise ReadsFailed(f"{message.reason}{self._last_error()}", late=message.late)
+            raise ReadsFailed(
+                f"{message.reason}{self._last_error()}", late=message.late
+            )
         return message
 
     def expect(self, kind: type[_Expected], timeout_s: float) -> _Expected:
@@ -179,7 +191,9 @@ class Child:
         """
         message = self.take(timeout_s)
         if message is None:
-            raise ReadsFailed("its NIXL process hangs, or is slow: no answer in time", late=True)
+            raise ReadsFailed(
+                "its NIXL process hangs, or is slow: no answer in time", late=True
+            )
         if not isinstance(message, kind):
             raise ReadsFailed(
                 f"its NIXL process sent an unexpected message: {type(message).__name__}"
@@ -219,7 +233,9 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _last_line(self) -> str:
-        lines = [line for line in self.printed().strip().splitlines() if " UCX  " not in line]
+        lines = [
+            line for line in self.printed().strip().splitlines() if " UCX  " not in line
+        ]
         if not lines:
             return ""
         return f": {lines[-1].strip()[-_MAX_LAST_LINE:]}"
@@ -269,7 +285,9 @@ def measure(
     show(CaseProgress(what="loading NIXL"))
     reader.send(task)
     # Loading NIXL has a deadline of its own: on a busy machine it takes longer than any read.
-    own_agent = reader.expect(ReadableAgent, min(start_s, max(0.0, end_s - time.monotonic())))
+    own_agent = reader.expect(
+        ReadableAgent, min(start_s, max(0.0, end_s - time.monotonic()))
+    )
     owner = connect(own_agent.agent_metadata)
     reader.send(owner)
     progressed_s = time.monotonic()

@@ -47,7 +47,9 @@ class ReadsFailed(KvferryError):
         is_slow: and until then one read after the other ended.
     """
 
-    def __init__(self, reason: str, *, late: bool = False, is_slow: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, late: bool = False, is_slow: bool = False
+    ) -> None:
         super().__init__(reason)
         self.late = late
         self.is_slow = is_slow

@@ -112,7 +112,12 @@ class _Reader:
     """One reader's measurements, in their order."""
 
     def __init__(
-        self, pipe: Pipe, task: Task, fabric: Fabric, mine: RegisteredMemory, theirs: ReadableAgent
+        self,
+        pipe: Pipe,
+        task: Task,
+        fabric: Fabric,
+        mine: RegisteredMemory,
+        theirs: ReadableAgent,
     ) -> None:
         self._pipe = pipe
         self._task = task
@@ -132,7 +137,9 @@ class _Reader:
 
     def measure(self) -> Measured:
         """Every case."""
-        reads = tuple(self._measure(num_bytes, run_bytes) for num_bytes, run_bytes in self._cases)
+        reads = tuple(
+            self._measure(num_bytes, run_bytes) for num_bytes, run_bytes in self._cases
+        )
         return Measured(first_contact_ms=self._first_contact_ms, reads=reads)
 
     def _measure(self, num_bytes: int, run_bytes: int) -> CaseResult:
@@ -144,7 +151,9 @@ class _Reader:
         remote = fabric.prepare_remote(
             self._peer, rows_of(kind, self._theirs.address, all_bytes, run_bytes)
         )
-        local = fabric.prepare_local(rows_of(kind, self._mine.address, num_bytes, run_bytes))
+        local = fabric.prepare_local(
+            rows_of(kind, self._mine.address, num_bytes, run_bytes)
+        )
         sources = np.zeros(1, np.int32)
         if descriptors > 1:
             # Scattered: NIXL would merge descriptors that are neighbours on both sides.
@@ -154,9 +163,7 @@ class _Reader:
         targets = np.arange(descriptors, dtype=np.int32)
         expected = self._expected.reshape(-1, run_bytes)[sources].ravel()
         untouched = ~expected
-        what = (
-            f"a read of {binary_bytes(num_bytes)} of {kind} in {counted(descriptors, 'descriptor')}"
-        )
+        what = f"a read of {binary_bytes(num_bytes)} of {kind} in {counted(descriptors, 'descriptor')}"
         durations_s: list[float] = []
         num_wrong = 0
         first_wrong = -1

@@ -28,7 +28,13 @@ _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """In vLLM's order: it reads the first one that is there."""
 _NOT_THE_ADAPTER = frozenset(
-    {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
+    {
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "peft_version",
+        "auto_mapping",
+    }
 )
 """Keys of an adapter's configuration that name the place of its model or the library that wrote it."""
 
@@ -86,14 +92,17 @@ class Adapters:
             # The files may be gone, e.g. after a roll-out: the engine still runs with what it has loaded.
             content = self._by_number.get(number)
         if content is None:
-            return self._report(name, "its files are not on this machine, or cannot be read")
+            return self._report(
+                name, "its files are not on this machine, or cannot be read"
+            )
         if not request.load_inplace:
             # The engine loads an adapter once under its number and does not tell when. So only the content that was
             # first seen under a number is known to be loaded; with `load_inplace` it is loaded before every step.
             loaded = self._by_number.setdefault(number, content)
             if content != loaded:
                 return self._report(
-                    name, "its files have changed since it was loaded; load it from another path"
+                    name,
+                    "its files have changed since it was loaded; load it from another path",
                 )
         if self._has_prefix_cache:
             # vLLM finds cached blocks by the adapter's name, whatever its content was. One name may have only one
@@ -101,7 +110,8 @@ class Adapters:
             cached = self._by_name.setdefault(name, content)
             if content != cached:
                 return self._report(
-                    name, "it has changed, and blocks of before are cached; reset the prefix cache"
+                    name,
+                    "it has changed, and blocks of before are cached; reset the prefix cache",
                 )
         return content
 
@@ -148,7 +158,9 @@ class Adapters:
         if (name, reason) not in self._reported:
             self._reported.add((name, reason))
             logger.warning(
-                "adapter %s: prompts are computed where they are decoded: %s", name, reason
+                "adapter %s: prompts are computed where they are decoded: %s",
+                name,
+                reason,
             )
         return self._unknown
 

@@ -31,7 +31,9 @@ def check_supported(vllm_config: VllmConfig, config: FerryConfig) -> None:
     model = vllm_config.model_config
     if model.enable_sleep_mode:
         raise InvalidConfig(
-            "enable_sleep_mode", True, "false: waking up remaps cache pages under registered memory"
+            "enable_sleep_mode",
+            True,
+            "false: waking up remaps cache pages under registered memory",
         )
     # With this allocator vLLM 0.32 carries out `sleep` and `release_kv_cache_memory` even without sleep mode: it checks
     # no flag, and a connector cannot refuse the call. So the allocator itself is refused.
@@ -95,7 +97,9 @@ def has_no_dp_siblings(vllm_config: VllmConfig) -> bool:
     data-parallel rank waits at the next collective operation.
     """
     parallel = vllm_config.parallel_config
-    return bool(parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1)
+    return bool(
+        parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1
+    )
 
 
 def sibling_ports(vllm_config: VllmConfig) -> tuple[int, ...]:
@@ -110,7 +114,9 @@ def sibling_ports(vllm_config: VllmConfig) -> tuple[int, ...]:
 
 def lease_slots(config: FerryConfig, vllm_config: VllmConfig) -> int:
     """Slots of the lease table. Scheduler and workers of one engine must use the same number."""
-    return config.lease_slots or max(1024, 4 * vllm_config.scheduler_config.max_num_seqs)
+    return config.lease_slots or max(
+        1024, 4 * vllm_config.scheduler_config.max_num_seqs
+    )
 
 
 def topology_of(vllm_config: VllmConfig) -> Topology:

@@ -52,7 +52,9 @@ def fingerprint(config: dict[str, Any], weights: Path | None, extra: str = "") -
     return f"config:{digest.hexdigest()}"
 
 
-def local_model_dir(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+def local_model_dir(
+    model: str, revision: str | None, download_dir: str | None
+) -> Path | None:
     """The local path of a model's configuration: a folder, a file, or a snapshot in the hub's cache. Uses no network.
 
     vLLM downloads weights into `download_dir` and configurations into the default cache, whatever `download_dir` is. So
@@ -66,7 +68,9 @@ def local_model_dir(model: str, revision: str | None, download_dir: str | None) 
         caches = dict.fromkeys((download_dir, None))
         for cache in caches:
             for name in _NAMES_OF_CONFIGS:
-                file = try_to_load_from_cache(model, name, revision=revision, cache_dir=cache)
+                file = try_to_load_from_cache(
+                    model, name, revision=revision, cache_dir=cache
+                )
                 # It returns a marker, not a text, where the hub is known to have no such file.
                 if isinstance(file, str):
                     return Path(file).parent
@@ -75,7 +79,9 @@ def local_model_dir(model: str, revision: str | None, download_dir: str | None) 
     return None
 
 
-def local_weights_dir(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+def local_weights_dir(
+    model: str, revision: str | None, download_dir: str | None
+) -> Path | None:
     """The local path of a model's weights: a directory, a file, or a snapshot in the hub's cache. Uses no network."""
     if os.path.exists(model):
         return Path(model)
@@ -174,7 +180,14 @@ def _read_safetensors(stream: BinaryIO, size: int) -> _TensorFile | None:
             begin, end = entry["data_offsets"]
             middles.append((begin + end) // 2 + data_offset)
         middles.sort()
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ):
         return None
     if not all(type(middle) is int and 0 <= middle <= size for middle in middles):
         return None

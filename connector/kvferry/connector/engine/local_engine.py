@@ -106,13 +106,18 @@ class LocalEngine:
     offers_turns: bool
     media_scope: str = ""
     adapters: Adapters = field(default_factory=Adapters, repr=False, compare=False)
-    weights: RunningWeights = field(default_factory=RunningWeights, repr=False, compare=False)
+    weights: RunningWeights = field(
+        default_factory=RunningWeights, repr=False, compare=False
+    )
     boot: BootId = field(default_factory=new_boot_id)
     mac_key: bytes = field(default_factory=new_mac_key, repr=False)
 
     @classmethod
     def from_vllm_config(
-        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
+        cls,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: FerryConfig,
     ) -> LocalEngine:
         """Create it from the configuration, with a new boot id and MAC key.
 
@@ -123,12 +128,15 @@ class LocalEngine:
         topology = topology_of(vllm_config)
         groups = groups_of(kv_cache_config)
         has_turns = config.bidirectional_kv_xfer
-        can_offer = has_turns and _can_offer_turns(groups, transfer.kv_load_failure_policy)
+        can_offer = has_turns and _can_offer_turns(
+            groups, transfer.kv_load_failure_policy
+        )
         boot = new_boot_id()
         local = cls(
             engine_id=transfer.engine_id,
             host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
-            port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT + vllm_config.parallel_config.data_parallel_index,
+            port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT
+            + vllm_config.parallel_config.data_parallel_index,
             topology=topology,
             groups=groups,
             block_spans=block_spans(kv_cache_config, topology.dcp),
@@ -181,7 +189,11 @@ class LocalEngine:
         return any(group.policy == "state" for group in self.groups)
 
     def windows_reach(
-        self, spans: Sequence[int], held_from: Sequence[int], num_tokens: int, prompt_tokens: int
+        self,
+        spans: Sequence[int],
+        held_from: Sequence[int],
+        num_tokens: int,
+        prompt_tokens: int,
     ) -> bool:
         """Whether an engine of this model can continue a prompt; see `reaches_back`.
 
@@ -202,7 +214,9 @@ class LocalEngine:
         """The blocks of a request per cache group; of a state, only those for the first `num_tokens` tokens, because
         vLLM's blocks after them are for the states of drafts."""
         kept = []
-        for ids, group, span in zip(block_ids, self.groups, self.block_spans, strict=True):
+        for ids, group, span in zip(
+            block_ids, self.groups, self.block_spans, strict=True
+        ):
             if group.policy == "state":
                 num_blocks = -(-num_tokens // span)
                 ids = ids[:num_blocks]
@@ -237,7 +251,10 @@ def _media_scope(vllm_config: VllmConfig, boot: BootId) -> str:
     if multimodal is None:
         return ""
     # vLLM hashes contents if one of the two caches that need the hashes is on.
-    if multimodal.mm_processor_cache_gb > 0 or vllm_config.cache_config.enable_prefix_caching:
+    if (
+        multimodal.mm_processor_cache_gb > 0
+        or vllm_config.cache_config.enable_prefix_caching
+    ):
         return ""
     # Otherwise an identifier is the number of a request: equal on two engines for unequal images. With this boot as the
     # scope no other engine shares it.
@@ -286,7 +303,8 @@ def row_blocks(
     spans = block_spans(kv_cache_config, topology_of(vllm_config).dcp)
     longest = vllm_config.model_config.max_model_len
     return tuple(
-        _most_listed_blocks(group, span, longest) for group, span in zip(groups, spans, strict=True)
+        _most_listed_blocks(group, span, longest)
+        for group, span in zip(groups, spans, strict=True)
     )
 
 

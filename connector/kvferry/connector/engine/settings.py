@@ -144,7 +144,9 @@ def settings_of(vllm_config: VllmConfig) -> tuple[Setting, ...]:
     return (*kept, Setting(name="others", value=f"{len(rest)} settings, {digest}"))
 
 
-_DRAFTS_WITHOUT_CACHE = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+_DRAFTS_WITHOUT_CACHE = frozenset(
+    {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"}
+)
 """N-grams, suffixes and heads without attention keep nothing for a prompt: engines that differ in them have equal
 caches."""
 
@@ -177,7 +179,9 @@ def weights_of(model: ModelConfig, vllm_config: VllmConfig) -> str:
 
 def model_dir(model: ModelConfig, vllm_config: VllmConfig) -> Path | None:
     """Where the configuration of a model is on this machine, or None; its weights may be elsewhere."""
-    return local_model_dir(model.model, model.revision, vllm_config.load_config.download_dir)
+    return local_model_dir(
+        model.model, model.revision, vllm_config.load_config.download_dir
+    )
 
 
 def _of_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[tuple[str, Any]]:
@@ -192,7 +196,9 @@ def _of_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[tuple[str
     yield from _decided_by_length(model, vllm_config, config)
     yield from _flat("online_quantization", getattr(model, "quantization_config", None))
     yield "model_class", model_class_name(model)
-    yield from _flat("model_class.overrides", getattr(model, "model_class_overrides", None))
+    yield from _flat(
+        "model_class.overrides", getattr(model, "model_class_overrides", None)
+    )
     if getattr(model, "multimodal_config", None) is not None:
         yield from _of_media(model, directory)
     if _runs_own_code(model):
@@ -215,12 +221,16 @@ def resolved_config(model: ModelConfig, directory: Path | None) -> dict[str, Any
         try:
             return read_model_config(model, directory)
         except Exception as error:  # noqa: BLE001 - any code of a model may run here, and must not stop the start
-            logger.warning("the configuration of %s is taken from memory: %r", model.model, error)
+            logger.warning(
+                "the configuration of %s is taken from memory: %r", model.model, error
+            )
     config: dict[str, Any] = model.hf_config.to_dict()
     return config
 
 
-def _config_dir(model: ModelConfig, directory: Path | None, vllm_config: VllmConfig) -> Path | None:
+def _config_dir(
+    model: ModelConfig, directory: Path | None, vllm_config: VllmConfig
+) -> Path | None:
     """The folder of the `config.json` that the engine uses; None if it is not on this machine.
 
     Args:
@@ -230,7 +240,9 @@ def _config_dir(model: ModelConfig, directory: Path | None, vllm_config: VllmCon
     path = getattr(model, "hf_config_path", None)
     if path is not None and path != model.model:
         revision = config_revision(model)
-        directory = local_model_dir(path, revision, vllm_config.load_config.download_dir)
+        directory = local_model_dir(
+            path, revision, vllm_config.load_config.download_dir
+        )
     if directory is None:
         return None
     for name in ("config.json", "params.json"):
@@ -258,7 +270,9 @@ def _decided_by_length(
         for path, value in _flat("config", config):
             if _last_key(path) == "max_position_embeddings":
                 yield path, value
-        if str(getattr(model, "_architecture", "")).startswith(_LENGTH_IS_OF_THE_ENGINE):
+        if str(getattr(model, "_architecture", "")).startswith(
+            _LENGTH_IS_OF_THE_ENGINE
+        ):
             yield "max_model_len", target_length
     if config.get("model_type") in _LLAMA_4:
         yield "attention_temperature", _tunes_temperature(model, target_length)
@@ -316,7 +330,9 @@ def _tunes_temperature(model: ModelConfig, length: int) -> Any:
     try:
         generation = dict(model.try_get_generation_config())
     except Exception as error:  # noqa: BLE001 - it may need the network; the model itself could not be loaded then
-        logger.warning("the generation config of %s cannot be read: %r", model.model, error)
+        logger.warning(
+            "the generation config of %s cannot be read: %r", model.model, error
+        )
     generation.update(model.override_generation_config or {})
     return generation.get("attn_temperature_tuning", length > _TUNES_ABOVE_TOKENS)
 
@@ -330,7 +346,10 @@ def _of_media(model: ModelConfig, directory: Path | None) -> Iterator[tuple[str,
     yield from _flat("media.processor", media.mm_processor_kwargs, {"device"})
     yield from _flat("media.io", media.media_io_kwargs)
     if media.video_pruning_rate:
-        yield "media.video_pruning", [media.video_pruning_method, media.video_pruning_rate]
+        yield (
+            "media.video_pruning",
+            [media.video_pruning_method, media.video_pruning_rate],
+        )
     if media.mm_encoder_attn_dtype is not None:
         yield "media.encoder_attention", media.mm_encoder_attn_dtype
         if media.mm_encoder_fp8_scale_path is not None:
@@ -349,7 +368,9 @@ def _runs_own_code(model: ModelConfig) -> bool:
         return False
     # Such code prepares media, or is the model itself where vLLM has no implementation. For all other models it is only
     # the class of the configuration, and that is compared as it was resolved.
-    return model.multimodal_config is not None or bool(model.using_transformers_backend())
+    return model.multimodal_config is not None or bool(
+        model.using_transformers_backend()
+    )
 
 
 def _digest_of_code(directory: Path | None) -> str | None:
@@ -432,4 +453,6 @@ def _printable(name: str) -> str:
 
 def _digest(text: str) -> str:
     # `surrogatepass`: a configuration may have lone surrogates in its texts.
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        text.encode("utf-8", "surrogatepass"), digest_size=8
+    ).hexdigest()

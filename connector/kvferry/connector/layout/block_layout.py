@@ -95,7 +95,9 @@ class TensorLayout:
             element_stride=self.element_stride,
             interleave=interleave or Interleave(),
             scales=self.scales,
-            format=Format(dtype=self.dtype, quantization=quantization, packing=self.packing),
+            format=Format(
+                dtype=self.dtype, quantization=quantization, packing=self.packing
+            ),
         )
 
 
@@ -147,7 +149,9 @@ def tensor_layouts(
     if cells:
         is_replicated = is_mla(spec)
         return tuple(
-            _by_token(kind_cells, view, block_layout, sharding, is_replicated=is_replicated)
+            _by_token(
+                kind_cells, view, block_layout, sharding, is_replicated=is_replicated
+            )
             for kind_cells in cells
         )
     if block_layout.pattern == BY_HEAD and heads_lie_together(view, spec):
@@ -201,7 +205,9 @@ def _by_token(
     )
 
 
-def _by_head(view: torch.Tensor, block_layout: BlockLayout, sharding: Sharding) -> TensorLayout:
+def _by_head(
+    view: torch.Tensor, block_layout: BlockLayout, sharding: Sharding
+) -> TensorLayout:
     """K and V of a (block, head) as one cell."""
     _, heads, tokens, content = (int(n) for n in view.shape)
     item = view.element_size()
@@ -262,7 +268,9 @@ def _by_block(
     shape = tuple(int(n) for n in view.shape[1:])
     strides = tuple(int(n) * item for n in view.stride()[1:])
     heads, tokens, content = shape
-    extent = item + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    extent = item + sum(
+        (n - 1) * stride for n, stride in zip(shape, strides, strict=True)
+    )
     if extent != heads * tokens * content * item:
         raise InvalidConfig(
             f"cache of layer {layer}",
@@ -299,7 +307,9 @@ def _axis_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
     It is part of the packing, because blocks of equal size may differ in layout.
     """
     axes = []
-    for name, size, stride in zip(("heads", "tokens", "content"), shape, strides, strict=True):
+    for name, size, stride in zip(
+        ("heads", "tokens", "content"), shape, strides, strict=True
+    ):
         if size > 1:
             axes.append((stride, f"{name}{size}"))
     axes.sort(reverse=True)

@@ -116,7 +116,9 @@ def discover(
                 )
     if not tensors:
         raise InvalidConfig(
-            "kv_caches", sorted(kv_caches)[:4], "at least one layer with a transferable cache"
+            "kv_caches",
+            sorted(kv_caches)[:4],
+            "at least one layer with a transferable cache",
         )
     registered = tuple(allocations.values())
     return KvCaches(registered, tuple(tensors), Device(registered[0].device))
@@ -136,7 +138,11 @@ def policy_of(layer: str, spec: KVCacheSpec) -> tuple[str, int]:
         return ("state", 0)
     # A window that vLLM keeps as full attention (without the hybrid cache manager) holds every token. Blocks of sinks
     # belong to the engine, not to a request.
-    if kind in (specs.FullAttentionSpec, specs.MLAAttentionSpec, specs.SinkFullAttentionSpec):
+    if kind in (
+        specs.FullAttentionSpec,
+        specs.MLAAttentionSpec,
+        specs.SinkFullAttentionSpec,
+    ):
         # In a layer that is not causal (prefix LM) a token's keys and values depend on later ones.
         policy = ("whole" if spec.non_causal else "full", 0)
     elif kind in (specs.SlidingWindowSpec, specs.SlidingWindowMLASpec):
@@ -163,7 +169,9 @@ def _check_states_and_scales(layer: str, spec: Any) -> None:
     """Refuse caches without one state per token, or with scales that do not belong to the weights."""
     if spec.tokens_per_state != 1:
         raise InvalidConfig(
-            _where(layer), f"{spec.tokens_per_state} tokens a state", "one token a state"
+            _where(layer),
+            f"{spec.tokens_per_state} tokens a state",
+            "one token a state",
         )
     mode = spec.kv_quant_mode.name
     if mode not in STATIC_SCALES:
@@ -189,12 +197,16 @@ def _group(group: KVCacheGroupSpec) -> CacheGroup:
             "caches in the device's memory (no hisparse_config)",
         )
     if isinstance(spec, specs.UniformTypeKVCacheSpecs):
-        policies = {policy_of(name, inner) for name, inner in spec.kv_cache_specs.items()}
+        policies = {
+            policy_of(name, inner) for name, inner in spec.kv_cache_specs.items()
+        }
         if policies == {("full", 0), ("whole", 0)}:
             # Where one layer's values depend on the whole prompt, those of the layers above it do too.
             policies = {("whole", 0)}
         if len(policies) != 1:
-            raise InvalidConfig(_where(layer), sorted(policies), "one policy for the whole group")
+            raise InvalidConfig(
+                _where(layer), sorted(policies), "one policy for the whole group"
+            )
         policy, window = policies.pop()
     else:
         policy, window = policy_of(layer, spec)
@@ -218,7 +230,9 @@ def _local_heads(kv_cache_config: KVCacheConfig) -> Iterator[int]:
     for group in kv_cache_config.transfer_groups:
         for layer in group.layer_names:
             spec = _layer_spec(group.kv_cache_spec, layer)
-            if isinstance(spec, specs.AttentionSpec) and not isinstance(spec, everywhere):
+            if isinstance(spec, specs.AttentionSpec) and not isinstance(
+                spec, everywhere
+            ):
                 yield spec.num_kv_heads
 
 
@@ -245,18 +259,26 @@ def _describe_attention(
     where = _where(layer)
     if view.dim() != 4:
         raise InvalidConfig(
-            where, f"shape {list(view.shape)}", "a view [blocks, heads, tokens, content]"
+            where,
+            f"shape {list(view.shape)}",
+            "a view [blocks, heads, tokens, content]",
         )
     if block_layout is None:
-        raise InvalidConfig(where, "without a layer", "a cache whose attention backend is known")
+        raise InvalidConfig(
+            where, "without a layer", "a cache whose attention backend is known"
+        )
     kernel_blocks = view.shape[0]
     is_divided = num_blocks > 0 and kernel_blocks % num_blocks == 0
     if not is_divided or spec.block_size % (kernel_blocks // num_blocks):
         raise InvalidConfig(
-            where, f"{kernel_blocks} kernel blocks", f"a multiple of {num_blocks} blocks"
+            where,
+            f"{kernel_blocks} kernel blocks",
+            f"a multiple of {num_blocks} blocks",
         )
     if view.stride(3) != 1:
-        raise InvalidConfig(where, f"strides {list(view.stride())}", "contiguous content")
+        raise InvalidConfig(
+            where, f"strides {list(view.stride())}", "contiguous content"
+        )
     return [
         tensor_layout.paged_tensor(
             layer,

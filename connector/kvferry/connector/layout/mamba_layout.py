@@ -111,7 +111,9 @@ def describe_mamba_layout(
             f"shape {list(view.shape)} of {view.dtype}",
             f"a view of bytes [{num_blocks}, 1, 1, {page_bytes}]",
         )
-    return [layout.paged_tensor(layer, group, view, block_tokens=1) for layout in layouts]
+    return [
+        layout.paged_tensor(layer, group, view, block_tokens=1) for layout in layouts
+    ]
 
 
 def _convolution(
@@ -153,7 +155,9 @@ def _convolution(
         first_channel += projection.width
 
 
-def _temporal(spec: MambaSpec, sharding: Sharding, *, after_convolution: bool) -> TensorLayout:
+def _temporal(
+    spec: MambaSpec, sharding: Sharding, *, after_convolution: bool
+) -> TensorLayout:
     """The temporal state, by head; it follows the convolution state."""
     heads, *inner_shape = spec.shapes[-1]
     dtype = spec.dtypes[-1]
@@ -180,7 +184,9 @@ def _states_of(where: str, spec: MambaSpec) -> tuple[bool, bool]:
     kinds = _HAS_CONVOLUTION_AND_TEMPORAL
     name = spec.mamba_type.name
     if name not in kinds:
-        raise InvalidConfig(where, f"a state of {name}", f"a state of one of {', '.join(kinds)}")
+        raise InvalidConfig(
+            where, f"a state of {name}", f"a state of one of {', '.join(kinds)}"
+        )
     num_states = sum(kinds[name])
     if len(spec.shapes) != num_states or len(spec.dtypes) != num_states:
         raise InvalidConfig(
@@ -192,7 +198,11 @@ def _states_of(where: str, spec: MambaSpec) -> tuple[bool, bool]:
 
 
 def _projections(
-    where: str, spec: MambaSpec, channels: int, sharding: Sharding, head_groups: int | None
+    where: str,
+    spec: MambaSpec,
+    channels: int,
+    sharding: Sharding,
+    head_groups: int | None,
 ) -> list[_Projection]:
     """The projections that the channels of a convolution belong to, in memory order.
 
@@ -219,7 +229,9 @@ def _projections(
             _Projection("conv.v", wide),
         ]
     state_width = spec.shapes[1][2]
-    is_copied, packing = _sharding_of_b_and_c(narrow // state_width, sharding, head_groups)
+    is_copied, packing = _sharding_of_b_and_c(
+        narrow // state_width, sharding, head_groups
+    )
     return [
         _Projection("conv.x", wide),
         _Projection("conv.B", narrow, is_copied, packing),

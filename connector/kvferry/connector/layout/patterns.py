@@ -90,7 +90,9 @@ def _columns(view: torch.Tensor, spec: Any) -> tuple[CellLayout, ...]:
         token_stride=1,
         element_stride=tokens,
     )
-    v = replace(k, kind="v", offset=tokens * width, token_stride=width, element_stride=1)
+    v = replace(
+        k, kind="v", offset=tokens * width, token_stride=width, element_stride=1
+    )
     return (k, v)
 
 
@@ -100,7 +102,11 @@ def _planes(view: torch.Tensor, spec: Any) -> tuple[CellLayout, ...]:
         return ()
     heads = spec.num_kv_heads
     width = spec.head_size
-    if view.shape[1] != 2 or view.shape[3] != heads * width or spec.head_size_v != width:
+    if (
+        view.shape[1] != 2
+        or view.shape[3] != heads * width
+        or spec.head_size_v != width
+    ):
         return ()
     k = CellLayout(
         kind="k",

@@ -121,7 +121,11 @@ def _specs_by_layer(kv_cache_config: Any) -> dict[str, Any]:
 
 
 def probe(
-    layer: Any, view: torch.Tensor, spec: Any, scales: Mapping[str, Scales], dtype: torch.dtype
+    layer: Any,
+    view: torch.Tensor,
+    spec: Any,
+    scales: Mapping[str, Scales],
+    dtype: torch.dtype,
 ) -> ProbeResult:
     """Let a layer's backend write into scratch memory, and find the pattern that explains every byte.
 
@@ -139,12 +143,16 @@ def probe(
     except Exception as error:  # noqa: BLE001 - a backend may raise anything
         first_line = str(error).partition("\n")[0][:200]
         return ProbeResult(
-            OPAQUE, reason=f"its cache write cannot be tried: {type(error).__name__}: {first_line}"
+            OPAQUE,
+            reason=f"its cache write cannot be tried: {type(error).__name__}: {first_line}",
         )
 
 
 def _probe(
-    backend: Backend, view: torch.Tensor, spec: Any, scales_by_place: Mapping[str, Scales]
+    backend: Backend,
+    view: torch.Tensor,
+    spec: Any,
+    scales_by_place: Mapping[str, Scales],
 ) -> ProbeResult:
     scratch = Scratch(view)
     patterns: dict[str, tuple[CellLayout, ...]] = {}
@@ -171,12 +179,16 @@ def _probe(
         return explaining[0]
     if explaining:
         # One of them is wrong, and the bytes do not say which.
-        return ProbeResult(OPAQUE, reason=f"{len(explaining)} block layouts explain what it writes")
+        return ProbeResult(
+            OPAQUE, reason=f"{len(explaining)} block layouts explain what it writes"
+        )
     if heads_lie_together(scratch.view, spec):
         scales = next(iter(scales_by_place.values()))
         if _keeps_heads_apart(backend, scratch, scales):
             return ProbeResult(BY_HEAD)
-    return ProbeResult(OPAQUE, reason="no block layout that kvferry knows explains what it writes")
+    return ProbeResult(
+        OPAQUE, reason="no block layout that kvferry knows explains what it writes"
+    )
 
 
 def _explains(
@@ -188,13 +200,19 @@ def _explains(
 ) -> bool:
     """Whether these cells and this encoding explain every byte of the memory after each write."""
     for write, fill, image in zip(writes, _FILLS, images, strict=True):
-        if not torch.equal(_expected_image(scratch, write, fill, cells, encoding), image):
+        if not torch.equal(
+            _expected_image(scratch, write, fill, cells, encoding), image
+        ):
             return False
     return True
 
 
 def _expected_image(
-    scratch: Scratch, write: Write, fill: int, cells: tuple[CellLayout, ...], encoding: Encoding
+    scratch: Scratch,
+    write: Write,
+    fill: int,
+    cells: tuple[CellLayout, ...],
+    encoding: Encoding,
 ) -> torch.Tensor:
     """The expected content of the whole memory after a write, for these cells and this encoding."""
     image = scratch.image(fill)
@@ -253,11 +271,15 @@ def _written_cells(scratch: Scratch, image: torch.Tensor) -> torch.Tensor:
     return scratch.as_view(image, integers_of(scratch.view)).view(torch.uint8)[1:]
 
 
-def _plan_write(scratch: Scratch, backend: Backend, *, full_block: int, seed: int) -> Write:
+def _plan_write(
+    scratch: Scratch, backend: Backend, *, full_block: int, seed: int
+) -> Write:
     """All tokens of one block in random order, and every third token of the block before it."""
     num_tokens = scratch.view.shape[2]
     device = scratch.raw.device
-    full = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(seed)).to(device)
+    full = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(seed)).to(
+        device
+    )
     partial = torch.arange(min(seed, num_tokens), num_tokens, 3, device=device)
     tokens = torch.cat([full, partial])
     blocks = torch.cat(
@@ -268,7 +290,9 @@ def _plan_write(scratch: Scratch, backend: Backend, *, full_block: int, seed: in
     )
     codes = {}
     for index, (kind, size) in enumerate(backend.elements.items()):
-        codes[kind] = codes_of((len(tokens), backend.heads, size), 10 * seed + index, device)
+        codes[kind] = codes_of(
+            (len(tokens), backend.heads, size), 10 * seed + index, device
+        )
     return Write(blocks, tokens, codes)
 
 

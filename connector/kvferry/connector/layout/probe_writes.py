@@ -112,7 +112,9 @@ def scales_of(layer: Any, layer_name: str, spec: Any) -> dict[str, Scales]:
     # with this option it changes again.
     if getattr(layer, "calculate_kv_scales", False):
         raise InvalidConfig(
-            where, "calculate_kv_scales", "static scales: those of a running engine change"
+            where,
+            "calculate_kv_scales",
+            "static scales: those of a running engine change",
         )
     names = {"k": "k", "v": "v"}
     if is_mla(spec):
@@ -158,7 +160,9 @@ def _read_scales(
 
 def _are_equal(scales: Scales, others: Scales) -> bool:
     """Whether both have one value per kind, and the same."""
-    return all({*values, *others[kind]} == {values[0]} for kind, values in scales.items())
+    return all(
+        {*values, *others[kind]} == {values[0]} for kind, values in scales.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +204,9 @@ def codes_of(shape: tuple[int, ...], seed: int, device: torch.device) -> torch.T
     return codes.to(device).view(shape)
 
 
-def values_of(codes: torch.Tensor, scales: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+def values_of(
+    codes: torch.Tensor, scales: tuple[float, ...], dtype: torch.dtype
+) -> torch.Tensor:
     """The input that makes a backend store these codes under these scales, `[T, heads, elements]`."""
     heads = codes.shape[1]
     scale = torch.tensor(scales or (1.0,)).expand(heads)
@@ -256,7 +262,9 @@ class Backend:
             self._latent = int(layer.kv_lora_rank)
             self.elements = {"mla": int(spec.head_size)}
 
-    def write(self, scratch: Scratch, write: Write, fill: int, scales: Scales) -> torch.Tensor:
+    def write(
+        self, scratch: Scratch, write: Write, fill: int, scales: Scales
+    ) -> torch.Tensor:
         """Fill the memory with a byte, write, and return the whole memory."""
         scratch.raw.fill_(fill)
         block_tokens = scratch.view.shape[2]

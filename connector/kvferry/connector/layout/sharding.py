@@ -8,7 +8,13 @@ from typing import Any
 
 from kvferry.protocol.geometry import Range
 
-_NAMES_OF_HEADS = ("kv_heads", "key_value_heads", "head_kv", "attention_groups", "heads_in_group")
+_NAMES_OF_HEADS = (
+    "kv_heads",
+    "key_value_heads",
+    "head_kv",
+    "attention_groups",
+    "heads_in_group",
+)
 """Parts of the names of settings that give a layer's number of KV heads."""
 
 
@@ -54,7 +60,9 @@ def same_in_all_layers(total_heads: int, config: Mapping[str, Any]) -> bool:
     """Whether no setting in a model's configuration gives a number of KV heads other than `total_heads`."""
     # Settings are recognised by their names. A false alarm is harmless: then, if a rank has a single head, only engines
     # with equal tensor-parallel sizes are paired.
-    return all(heads == total_heads for heads in _numbers_of_heads(config, is_named=False))
+    return all(
+        heads == total_heads for heads in _numbers_of_heads(config, is_named=False)
+    )
 
 
 def _numbers_of_heads(value: Any, *, is_named: bool) -> Iterable[int]:

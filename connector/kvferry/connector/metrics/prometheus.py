@@ -8,7 +8,14 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 from kvferry.connector.config import MAX_PEER_LABELS
-from kvferry.connector.metrics.tables import COUNTERS, GAUGES, HISTOGRAMS, OTHER_PEERS, PEER, Metric
+from kvferry.connector.metrics.tables import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    OTHER_PEERS,
+    PEER,
+    Metric,
+)
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):
@@ -27,11 +34,17 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         self._counters_by_peer: dict[str, Any] = {}
         self._peers_with_label: dict[tuple[int, str], set[str]] = {}
         self._create(COUNTERS, self._counter_cls, labelnames)
-        self._create(GAUGES, self._gauge_cls, labelnames, multiprocess_mode="mostrecent")
+        self._create(
+            GAUGES, self._gauge_cls, labelnames, multiprocess_mode="mostrecent"
+        )
         self._create(HISTOGRAMS, self._histogram_cls, labelnames)
 
     def _create(
-        self, specs: Mapping[str, Metric], metric_class: Any, labelnames: list[str], **options: Any
+        self,
+        specs: Mapping[str, Metric],
+        metric_class: Any,
+        labelnames: list[str],
+        **options: Any,
     ) -> None:
         for name, spec in specs.items():
             if spec.buckets:
@@ -52,7 +65,9 @@ class FerryPromMetrics(KVConnectorPromMetrics):
                 if not spec.label:
                     self._children[engine, name, ""] = metric.labels(*engine_values)
                 for value in spec.values:
-                    self._children[engine, name, value] = metric.labels(*engine_values, value)
+                    self._children[engine, name, value] = metric.labels(
+                        *engine_values, value
+                    )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one step's statistics. Metrics that are not in the tables, e.g. of a newer worker, are ignored."""

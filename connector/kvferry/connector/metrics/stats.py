@@ -79,12 +79,16 @@ class FerryStats(KVConnectorStats):
         return cls(data=data)
 
     @classmethod
-    def from_results(cls, results: StepResults, labels: PeerLabels) -> FerryStats | None:
+    def from_results(
+        cls, results: StepResults, labels: PeerLabels
+    ) -> FerryStats | None:
         """Statistics of a worker's step; None if there are none."""
         has_loads = results.load_records or results.failed
         if not has_loads and not results.counts and not results.handshake_s:
             return None
-        counters: LabelledCounts = {name: {"": amount} for name, amount in results.counts.items()}
+        counters: LabelledCounts = {
+            name: {"": amount} for name, amount in results.counts.items()
+        }
         samples: dict[str, list[float]] = {}
         if results.handshake_s:
             samples["handshake_s"] = list(results.handshake_s)
@@ -131,7 +135,9 @@ class FerryStats(KVConnectorStats):
         return summary
 
     def is_empty(self) -> bool:
-        return not any(self.data.get(kind) for kind in ("counters", "samples", "gauges"))
+        return not any(
+            self.data.get(kind) for kind in ("counters", "samples", "gauges")
+        )
 
 
 def _counts_of(load: LoadRecord, labels: PeerLabels) -> dict[CounterKey, float]:

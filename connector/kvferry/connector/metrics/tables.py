@@ -31,7 +31,22 @@ _SECONDS = (
 # Powers of 4: 16 KiB to 16 GiB for a load, 256 B to 256 MiB for one descriptor.
 _BYTES = tuple(float(1 << power) for power in range(14, 37, 2))
 _RUNS = tuple(float(1 << power) for power in range(8, 29, 2))
-_LEFT_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 45.0, 60.0, 120.0, 300.0, 600.0)
+_LEFT_SECONDS = (
+    0.0,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    25.0,
+    30.0,
+    45.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+)
 _COUNTS = tuple(float(1 << power) for power in range(0, 21, 2))
 
 RECOMPUTE_REASONS = (
@@ -58,7 +73,15 @@ RECOMPUTE_REASONS = (
     "reset",
 )
 STREAM_REFUSALS = ("rows", "engine", "consumer", "window")
-RELEASE_WAYS = ("done", "release", "expired", "abandoned", "evicted", "reset", "shutdown")
+RELEASE_WAYS = (
+    "done",
+    "release",
+    "expired",
+    "abandoned",
+    "evicted",
+    "reset",
+    "shutdown",
+)
 PLACINGS = ("direct", "staged", "mapped", "mixed", "none")
 PEER = "peer"
 """The label of metrics by producer."""
@@ -89,8 +112,12 @@ def _by_peer(exported: str, doc: str) -> Metric:
 
 # Metrics with the meaning of one of vLLM's NixlConnector have its name (`nixl_…`), so that dashboards keep working.
 COUNTERS: Mapping[str, Metric] = {
-    "loads": Metric("kvferry_loads", "Prompts ordered to be loaded from another engine."),
-    "turn_loads": Metric("kvferry_turn_loads", "Loads that read a last turn from its decoder."),
+    "loads": Metric(
+        "kvferry_loads", "Prompts ordered to be loaded from another engine."
+    ),
+    "turn_loads": Metric(
+        "kvferry_turn_loads", "Loads that read a last turn from its decoder."
+    ),
     "planned_bytes": Metric(
         "kvferry_planned_bytes",
         "Bytes of good loads, by the transfer plan: staged ones, mapped ones, and the rest, which is read in place.",
@@ -121,7 +148,9 @@ COUNTERS: Mapping[str, Metric] = {
         "kvferry_peer_loads",
         "Good loads, by worker and producer: the first `max_peer_labels` have names.",
     ),
-    "peer_bytes": _by_peer("kvferry_peer_bytes", "Bytes of these loads, by the transfer plan."),
+    "peer_bytes": _by_peer(
+        "kvferry_peer_bytes", "Bytes of these loads, by the transfer plan."
+    ),
     "peer_load_s": _by_peer(
         "kvferry_peer_load_seconds", "Sum of their seconds from order to last byte."
     ),
@@ -143,7 +172,11 @@ COUNTERS: Mapping[str, Metric] = {
         "kvferry_failed_loads",
         "Failed loads, by worker and reason.",
         "reason",
-        tuple(reason.value for reason in FailureReason if reason is not FailureReason.ABORTED),
+        tuple(
+            reason.value
+            for reason in FailureReason
+            if reason is not FailureReason.ABORTED
+        ),
     ),
     "aborted_loads": Metric(
         "kvferry_aborted_loads",
@@ -160,7 +193,9 @@ COUNTERS: Mapping[str, Metric] = {
         "kvferry_quarantined_loads",
         "Failed loads whose blocks might still have been written, by worker.",
     ),
-    "quarantined_blocks": Metric("kvferry_quarantined_blocks", "Blocks of these loads, by worker."),
+    "quarantined_blocks": Metric(
+        "kvferry_quarantined_blocks", "Blocks of these loads, by worker."
+    ),
     "stalled_heartbeats": Metric(
         "kvferry_stalled_heartbeats",
         "Heartbeats in which nothing was computed, although requests waited, blocks were free or kept by loads that "
@@ -171,7 +206,8 @@ COUNTERS: Mapping[str, Metric] = {
         "Failed reads whose memory was freed after `failed_read_grace_s`, without proof that they had ended.",
     ),
     "late_notifications": Metric(
-        "nixl_num_notifications_after_expiry", "Notifications about leases that had ended."
+        "nixl_num_notifications_after_expiry",
+        "Notifications about leases that had ended.",
     ),
     "bad_notifications": Metric(
         "kvferry_bad_notifications", "Notifications not in kvferry's format."
@@ -183,7 +219,8 @@ COUNTERS: Mapping[str, Metric] = {
         "kvferry_leases_refused", "Prompts served without a lease: no slot was free."
     ),
     "streams": Metric(
-        "kvferry_streams", "Prompts that a consumer could read while they were computed."
+        "kvferry_streams",
+        "Prompts that a consumer could read while they were computed.",
     ),
     "stream_restarts": Metric(
         "kvferry_stream_restarts",
@@ -213,7 +250,9 @@ COUNTERS: Mapping[str, Metric] = {
     "turns_refused": Metric(
         "kvferry_turns_refused", "Answers that are not offered: no slot was free."
     ),
-    "turns_offered": Metric("kvferry_turns_offered", "Answers offered to the next turn."),
+    "turns_offered": Metric(
+        "kvferry_turns_offered", "Answers offered to the next turn."
+    ),
     "turns_released": Metric(
         "kvferry_turns_released",
         "Ended turn leases, by how they ended; `abandoned` ones were never offered, `evicted` ones gave up blocks.",
@@ -223,14 +262,20 @@ COUNTERS: Mapping[str, Metric] = {
     "leases_given_back": Metric(
         "kvferry_leases_given_back", "Leases of other engines given back unread."
     ),
-    "heartbeats": Metric("kvferry_heartbeats", "Renewals sent for other engines' leases."),
+    "heartbeats": Metric(
+        "kvferry_heartbeats", "Renewals sent for other engines' leases."
+    ),
     "renewals_unknown": Metric(
-        "kvferry_unknown_renewals", "Renewals of leases that have ended or never existed."
+        "kvferry_unknown_renewals",
+        "Renewals of leases that have ended or never existed.",
     ),
     "releases_unknown": Metric(
-        "kvferry_unknown_releases", "Releases of leases that have ended or never existed."
+        "kvferry_unknown_releases",
+        "Releases of leases that have ended or never existed.",
     ),
-    "handshakes_served": Metric("kvferry_handshakes_served", "Descriptions sent to other engines."),
+    "handshakes_served": Metric(
+        "kvferry_handshakes_served", "Descriptions sent to other engines."
+    ),
     "dropped_messages": Metric(
         "kvferry_dropped_messages",
         "Renewals and releases that came faster than this engine took them.",
@@ -253,28 +298,39 @@ COUNTERS: Mapping[str, Metric] = {
 }
 
 GAUGES: Mapping[str, Metric] = {
-    "loads_now": Metric("kvferry_loads_now", "Loads that are ordered and have not ended."),
+    "loads_now": Metric(
+        "kvferry_loads_now", "Loads that are ordered and have not ended."
+    ),
     "prompts_waiting_now": Metric(
-        "kvferry_prompts_waiting_now", "Prompts with usable params whose load has not been ordered."
+        "kvferry_prompts_waiting_now",
+        "Prompts with usable params whose load has not been ordered.",
     ),
     "leases_computing_now": Metric(
-        "kvferry_leases_computing_now", "Leases, of prompts and of turns, whose requests still run."
+        "kvferry_leases_computing_now",
+        "Leases, of prompts and of turns, whose requests still run.",
     ),
     "leases_held_now": Metric(
-        "kvferry_leases_held_now", "Leases, of prompts and of turns, whose blocks are held."
+        "kvferry_leases_held_now",
+        "Leases, of prompts and of turns, whose blocks are held.",
     ),
     "lease_slots": Metric("kvferry_lease_slots", "Leases that can be open at once."),
-    "leased_blocks_now": Metric("kvferry_leased_blocks_now", "Blocks that held leases refer to."),
+    "leased_blocks_now": Metric(
+        "kvferry_leased_blocks_now", "Blocks that held leases refer to."
+    ),
     "leased_fraction_now": Metric(
-        "kvferry_leased_fraction_now", "Fraction of the cache's blocks that held leases refer to."
+        "kvferry_leased_fraction_now",
+        "Fraction of the cache's blocks that held leases refer to.",
     ),
     "staging_used_bytes": Metric(
         "kvferry_staging_used_bytes",
         "Bytes of the staging pool in use, on the worker with the most.",
     ),
-    "staging_pool_bytes": Metric("kvferry_staging_pool_bytes", "Bytes of a worker's staging pool."),
+    "staging_pool_bytes": Metric(
+        "kvferry_staging_pool_bytes", "Bytes of a worker's staging pool."
+    ),
     "peers_now": Metric(
-        "kvferry_peers_now", "Producers that are ready for reads, on the worker with the most."
+        "kvferry_peers_now",
+        "Producers that are ready for reads, on the worker with the most.",
     ),
     "quarantined_requests_now": Metric(
         "kvferry_quarantined_requests_now",
@@ -291,7 +347,9 @@ GAUGES: Mapping[str, Metric] = {
 
 HISTOGRAMS: Mapping[str, Metric] = {
     "transfer_s": Metric(
-        "nixl_xfer_time_seconds", "Time of a load's transfers, measured by NIXL.", buckets=_SECONDS
+        "nixl_xfer_time_seconds",
+        "Time of a load's transfers, measured by NIXL.",
+        buckets=_SECONDS,
     ),
     "post_s": Metric(
         "nixl_post_time_seconds",
@@ -302,7 +360,9 @@ HISTOGRAMS: Mapping[str, Metric] = {
         "nixl_bytes_transferred", "Bytes of a load, counted by NIXL.", buckets=_BYTES
     ),
     "descriptors": Metric(
-        "nixl_num_descriptors", "Descriptors of a load, counted by NIXL.", buckets=_COUNTS
+        "nixl_num_descriptors",
+        "Descriptors of a load, counted by NIXL.",
+        buckets=_COUNTS,
     ),
     "run_bytes": Metric(
         "kvferry_run_bytes",
@@ -310,7 +370,9 @@ HISTOGRAMS: Mapping[str, Metric] = {
         buckets=_RUNS,
     ),
     "load_s": Metric(
-        "kvferry_load_seconds", "Time of a load from its order to its last byte.", buckets=_SECONDS
+        "kvferry_load_seconds",
+        "Time of a load from its order to its last byte.",
+        buckets=_SECONDS,
     ),
     "order_wait_s": Metric(
         "kvferry_order_wait_seconds",

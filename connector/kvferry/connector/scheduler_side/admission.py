@@ -131,7 +131,9 @@ class Admission:
         num_unpinned = self._blocks.num_blocks - 1 - self._quarantine.num_blocks
         return self._lacking(entry) > num_unpinned
 
-    def _fits_beside(self, entry: EngineRequest, others: Iterable[EngineRequest]) -> bool:
+    def _fits_beside(
+        self, entry: EngineRequest, others: Iterable[EngineRequest]
+    ) -> bool:
         """True if blocks for all of these requests are free now."""
         if not self._can_count:
             return True

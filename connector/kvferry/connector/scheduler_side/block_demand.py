@@ -28,7 +28,9 @@ class BlockDemand:
         draft_tokens: tokens of one step of a request with drafts; 0 without them.
     """
 
-    def __init__(self, config: VllmConfig, requests: EngineRequests, blocks: EngineBlocks) -> None:
+    def __init__(
+        self, config: VllmConfig, requests: EngineRequests, blocks: EngineBlocks
+    ) -> None:
         self._requests = requests
         self._blocks = blocks
         self._max_running = config.scheduler_config.max_num_seqs

@@ -116,7 +116,9 @@ class EngineStep:
         self._tracing.progressed(orders.progress)
         self._tracing.ordered(orders.loads)
         # Encoded here, once for all workers: vLLM would pickle them for each.
-        return FerryMetadata(encode_head(orders), encode_orders(orders), wants_report, is_idle)
+        return FerryMetadata(
+            encode_head(orders), encode_orders(orders), wants_report, is_idle
+        )
 
     def end(self, output: KVConnectorOutput) -> None:
         """Apply what vLLM has gathered of all workers. Ended loads are taken out of it where vLLM must not see them."""

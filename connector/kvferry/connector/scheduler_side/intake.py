@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import TrustedHosts
 from kvferry.connector.engine.local_engine import LocalEngine
-from kvferry.connector.scheduler_side.params_builder import has_tokens, leave_out, prompt_of
-from kvferry.connector.scheduler_side.prompt_queries import PromptQueries, Settled, is_ticket
+from kvferry.connector.scheduler_side.params_builder import (
+    has_tokens,
+    leave_out,
+    prompt_of,
+)
+from kvferry.connector.scheduler_side.prompt_queries import (
+    PromptQueries,
+    Settled,
+    is_ticket,
+)
 from kvferry.connector.scheduler_side.requests import EngineRequest
 from kvferry.connector.scheduler_side.sessions import Session
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
@@ -95,7 +103,9 @@ class RequestIntake:
             self._compute_here(request, "invalid_params", str(invalid))
         except Exception as error:
             # An exception here would end the engine's input loop. The request is served without a transfer.
-            logger.exception("req=%s: an internal error in its params", request.request_id)
+            logger.exception(
+                "req=%s: an internal error in its params", request.request_id
+            )
             self._compute_here(request, "invalid_params", repr(error))
 
     def answered(self, settled: Settled, entry: EngineRequest | None) -> None:
@@ -112,7 +122,9 @@ class RequestIntake:
         except Exception as error:
             # As in `receive`: what a peer has sent must not end the engine's loop.
             if not isinstance(error, InputError):
-                logger.exception("req=%s: an internal error in its params", settled.request_id)
+                logger.exception(
+                    "req=%s: an internal error in its params", settled.request_id
+                )
             if entry is not None and settled.waits:
                 self._compute_here(entry.request, "invalid_params", str(error))
 
@@ -165,7 +177,8 @@ class RequestIntake:
             self._compute_here(request, "prefill_failed", detail)
         else:
             logger.warning(
-                "req=%s fails: the producer's request was aborted or has failed", entry.request_id
+                "req=%s fails: the producer's request was aborted or has failed",
+                entry.request_id,
             )
             self._counters.add("failed_requests")
             self._queries.fail(entry)
@@ -195,7 +208,8 @@ class RequestIntake:
         if isinstance(params, RemoteDecode):
             self._counters.add("prefills_kept")
             logger.info(
-                "req=%s cannot be decoded elsewhere: it is a session of streamed input", request_id
+                "req=%s cannot be decoded elsewhere: it is a session of streamed input",
+                request_id,
             )
             return
         if isinstance(params, RemotePrefill):
@@ -204,7 +218,9 @@ class RequestIntake:
             elif self._local.reads and self._trusted.allow(params.remote_host):
                 self._loads.decline(params)
         if params is not None:
-            self._update_computed_here(request_id, "vLLM loads a session's first part only")
+            self._update_computed_here(
+                request_id, "vLLM loads a session's first part only"
+            )
 
     def _update_computed_here(self, request_id: str, detail: str) -> None:
         self._counters.add("local_recomputes", "session_update")
@@ -224,13 +240,17 @@ class RequestIntake:
         can_share = self._can_share(request)
         is_leased = can_share and self._intend(request, LeaseUse.PROMPT)
         if prompt is not None and self._local.is_read_from:
-            key = request_key(request.request_id, read_transfer_id(request.kv_transfer_params))
+            key = request_key(
+                request.request_id, read_transfer_id(request.kv_transfer_params)
+            )
             self._directory.arrived(request.request_id, key, prompt, num_tokens)
             if not is_leased:
                 # Consumers that query it need not wait.
                 self._directory.over(request.request_id, "no_lease")
         if not self._local.is_producer:
-            self._compute_here(request, "wrong_role", "this engine is no producer (kv_role)")
+            self._compute_here(
+                request, "wrong_role", "this engine is no producer (kv_role)"
+            )
             return
         if not can_share:
             self._counters.add("prefills_kept")
@@ -284,7 +304,9 @@ class RequestIntake:
             detail = f"its id does not contain the producer's, {named_id!r}"
             self._compute_here(request, "prompt_unknown", detail)
         elif not self._queries.start(entry, source, prompt):
-            self._compute_here(request, "too_many_queries", "too many prompts are being queried")
+            self._compute_here(
+                request, "too_many_queries", "too many prompts are being queried"
+            )
         elif request.abort_immediately or request.get_skip_reading_prefix_cache():
             # It is asked all the same: the ticket is given back when it comes.
             self._queries.ended(entry)
@@ -297,7 +319,9 @@ class RequestIntake:
         request = entry.request
         if self._local.is_named_by(source):
             self._keep_own(entry, source)
-        prompt = self._prompt_to_compare(request, source, source.remote_num_tokens, is_turn=is_turn)
+        prompt = self._prompt_to_compare(
+            request, source, source.remote_num_tokens, is_turn=is_turn
+        )
         if prompt is None:
             return
         if request.abort_immediately:
@@ -324,10 +348,14 @@ class RequestIntake:
             num_tokens: as for `prompt_of`.
         """
         if not is_turn and not self._local.is_consumer:
-            self._compute_here(request, "wrong_role", "this engine is no consumer (kv_role)")
+            self._compute_here(
+                request, "wrong_role", "this engine is no consumer (kv_role)"
+            )
             return None
         if self._local.is_named_by(source):
-            self._compute_here(request, "local_engine", "the params name this engine itself")
+            self._compute_here(
+                request, "local_engine", "the params name this engine itself"
+            )
             return None
         if not self._may_connect(request, source.remote_host):
             return None
@@ -355,7 +383,8 @@ class RequestIntake:
         is_intended = self._leases.intend(request.request_id, use)
         if not is_intended:
             logger.warning(
-                "req=%s is served without a lease: one by its id has not ended", request.request_id
+                "req=%s is served without a lease: one by its id has not ended",
+                request.request_id,
             )
         return is_intended
 
@@ -367,7 +396,9 @@ class RequestIntake:
         if is_all_or_nothing and num_shared < source.remote_num_tokens:
             num_shared = 0
         elif self._local.needs_whole_prompts and ends_elsewhere:
-            num_shared = 0  # every token of the producer's depends on where its prompt ends
+            num_shared = (
+                0  # every token of the producer's depends on where its prompt ends
+            )
         elif not self._windows_reach(source, request.num_prompt_tokens):
             self._loads.decline(source)
             detail = "it needs tokens whose blocks the producer, or vLLM here, frees"
@@ -378,7 +409,9 @@ class RequestIntake:
             request.request_id, source, num_shared, time.monotonic(), is_turn=is_turn
         )
         if refused is not None:
-            detail = f"{source.remote_num_tokens} tokens of req={source.remote_request_id}"
+            detail = (
+                f"{source.remote_num_tokens} tokens of req={source.remote_request_id}"
+            )
             self._compute_here(request, refused, detail)
             return
         self._tracing.decode_arrived(request, source, num_shared)
@@ -399,7 +432,9 @@ class RequestIntake:
         if len(first_held) != len(self._local.groups):
             # A producer of an earlier version does not tell: then from the number of its blocks.
             groups = zip(self._local.block_spans, source.remote_block_ids, strict=False)
-            first_held = tuple(held_from(span, len(ids), num_tokens) for span, ids in groups)
+            first_held = tuple(
+                held_from(span, len(ids), num_tokens) for span, ids in groups
+            )
         return self._local.windows_reach(
             self._local.block_spans, first_held, num_tokens, prompt_tokens
         )
@@ -408,7 +443,9 @@ class RequestIntake:
         self._counters.add("local_recomputes", reason)
         self._tracing.computed_here(request, reason)
         request.kv_transfer_params = without_transfer(request.kv_transfer_params)
-        logger.warning("req=%s is computed here (%s): %s", request.request_id, reason, detail)
+        logger.warning(
+            "req=%s is computed here (%s): %s", request.request_id, reason, detail
+        )
 
 
 def _ticket_in(settled: Settled, prompt_tokens: int | None) -> RemotePrefill | None:

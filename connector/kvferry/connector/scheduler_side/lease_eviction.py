@@ -70,7 +70,10 @@ class LeaseEviction:
             return True
         # If a worker's transfer thread is stuck, blocks do not return, and vLLM must not wait for them for ever: the
         # lease that has been ending for the longest has a heartbeat.
-        if self._leases.clock_s > self._first_ending_since_s + self._leases.clock.heartbeat_s:
+        if (
+            self._leases.clock_s
+            > self._first_ending_since_s + self._leases.clock.heartbeat_s
+        ):
             return False
         return self._leases.block_references.num_coming() > 0
 
@@ -84,20 +87,28 @@ class LeaseEviction:
             self._evict()
         except Exception:
             self._is_disabled = True
-            logger.exception("lease eviction disabled: free blocks could not be counted")
+            logger.exception(
+                "lease eviction disabled: free blocks could not be counted"
+            )
 
     def _evict(self) -> None:
         references = self._leases.block_references
         clock_s = self._leases.clock_s
         self._note_first_ending()
-        if not references.num_requests or clock_s < self._recheck_s or self._blocks.longest is None:
+        if (
+            not references.num_requests
+            or clock_s < self._recheck_s
+            or self._blocks.longest is None
+        ):
             return
         demand = self._demand(self._blocks.longest)
         if demand is None:
             self._missed_since_s = None
             return
         ranked = candidates(self._leases)
-        num_leased = len(references)  # at least as many as leases alone keep, and free to know
+        num_leased = len(
+            references
+        )  # at least as many as leases alone keep, and free to know
         if num_leased > demand.cap:
             self._recheck_s = clock_s + num_leased * _COUNT_S_PER_BLOCK
             num_leased = references.num_leased()
@@ -116,7 +127,9 @@ class LeaseEviction:
 
     def _end(self, lease: ProducerLease, how: str) -> None:
         self._leases.end(lease, how)
-        logger.debug("req=%s slot=%d: lease ended early (%s)", lease.request_id, lease.slot, how)
+        logger.debug(
+            "req=%s slot=%d: lease ended early (%s)", lease.request_id, lease.slot, how
+        )
 
     def _demand(self, longest: int) -> Demand | None:
         """The blocks and slots that leases must give up; None if none.
@@ -126,7 +139,9 @@ class LeaseEviction:
         """
         references = self._leases.block_references
         num_blocks = self._blocks.num_blocks
-        cap = int((num_blocks - 1) * self._max_leased_fraction)  # without the null block
+        cap = int(
+            (num_blocks - 1) * self._max_leased_fraction
+        )  # without the null block
         reserve = num_blocks // _RESERVED if self._offers_turns else 0
         are_slots_short = self._are_slots_short()
         num_leased = len(references)
@@ -173,4 +188,7 @@ class LeaseEviction:
         """True if the need or the cap has been missed for a heartbeat."""
         if self._missed_since_s is None:
             return False
-        return self._leases.clock_s >= self._missed_since_s + self._leases.clock.heartbeat_s
+        return (
+            self._leases.clock_s
+            >= self._missed_since_s + self._leases.clock.heartbeat_s
+        )

@@ -68,8 +68,12 @@ class EngineMonitor:
             "lease_slots": self._leases.slots.count,
             "leased_blocks_now": len(references),
             "leased_fraction_now": leased_fraction,
-            "staging_used_bytes": max((worker.staging_used_bytes for worker in workers), default=0),
-            "staging_pool_bytes": max((worker.staging_pool_bytes for worker in workers), default=0),
+            "staging_used_bytes": max(
+                (worker.staging_used_bytes for worker in workers), default=0
+            ),
+            "staging_pool_bytes": max(
+                (worker.staging_pool_bytes for worker in workers), default=0
+            ),
             "peers_now": max((worker.peers for worker in workers), default=0),
             **loads.quarantine.gauges(time.monotonic()),
         }

@@ -84,7 +84,9 @@ def _media_of(request: Request, scope: str) -> tuple[Media, ...]:
         return ()
     return tuple(
         Media(
-            feature.mm_position.offset, feature.mm_position.length, f"{scope}{feature.identifier}"
+            feature.mm_position.offset,
+            feature.mm_position.length,
+            f"{scope}{feature.identifier}",
         )
         for feature in request.mm_features
     )
@@ -166,7 +168,9 @@ class ParamsBuilder:
             lease_s=self._lease_s,
             digests=digests or digest_chain(prompt, num_tokens),
             mac=_NO_MAC,
-            held_from=tuple(held_from(span, len(ids), num_tokens) for span, ids in groups),
+            held_from=tuple(
+                held_from(span, len(ids), num_tokens) for span, ids in groups
+            ),
         )
         return self._signed(request, blocks, num_tokens, ticket)
 
@@ -197,7 +201,9 @@ class ParamsBuilder:
         no_blocks = ((),) * len(self._local.groups)
         return self._signed(request, no_blocks, request.num_prompt_tokens, ticket)
 
-    def windows_reach(self, num_tokens: int, prompt_tokens: int, spans: tuple[int, ...]) -> bool:
+    def windows_reach(
+        self, num_tokens: int, prompt_tokens: int, spans: tuple[int, ...]
+    ) -> bool:
         """True if an engine with blocks of these spans can surely go on from a prefill of a prompt.
 
         Args:
@@ -254,7 +260,9 @@ class ParamsBuilder:
         # not need.
         next_token = num_tokens if self._local.has_states else num_tokens - 1
         first_held: list[int] = []
-        for group, span in zip(self._local.groups, self._local.block_spans, strict=True):
+        for group, span in zip(
+            self._local.groups, self._local.block_spans, strict=True
+        ):
             if group.policy == "state":
                 first = num_tokens - 1
             else:
@@ -279,9 +287,13 @@ class ParamsBuilder:
         )
         return sign_params(unsigned, self._local.mac_key)
 
-    def _transferable(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Blocks:
+    def _transferable(
+        self, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> Blocks:
         """The blocks of the first `num_tokens` tokens, without the null blocks of those that left their window."""
-        return tuple(_without_leading_nulls(ids) for ids in self.blocks_of(block_ids, num_tokens))
+        return tuple(
+            _without_leading_nulls(ids) for ids in self.blocks_of(block_ids, num_tokens)
+        )
 
 
 def _without_leading_nulls(ids: Sequence[int]) -> tuple[int, ...]:

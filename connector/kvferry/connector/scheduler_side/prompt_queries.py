@@ -69,7 +69,9 @@ class _Answers:
             self._settling[number] = (producer, answer)
             self._others.pop(number, None)
             return
-        if answer.progress is PromptProgress.UNKNOWN and self._has_other_producer(number, producer):
+        if answer.progress is PromptProgress.UNKNOWN and self._has_other_producer(
+            number, producer
+        ):
             # The other data-parallel ranks of an engine do not know what one of them has in its queue.
             return
         self._others[number] = (producer, answer)

@@ -24,7 +24,11 @@ from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.requests import has_ended_by_error
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, RemotePrompt, RemotePromptState
+from kvferry.scheduler.consumer.remote_prompt import (
+    IN_FLIGHT,
+    RemotePrompt,
+    RemotePromptState,
+)
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -105,7 +109,9 @@ class RequestLife:
             return 0
         return num_matched
 
-    def admitted(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def admitted(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """vLLM has allocated blocks for the request. It is told so twice if the request loads, before and after."""
         entry = self._requests.enter(request)
         self._demand.admitted(request)
@@ -133,7 +139,9 @@ class RequestLife:
         # vLLM holds an aborted load's blocks itself until the load is reported, except under a MultiConnector. There it
         # would free them at the first of two reports, the load's end and the other child's, and end the engine at the
         # second. So this connector holds them too, and reports the end as that child does (`EngineStep.end`).
-        is_loading = self._loads.finished(entry.request_id, by_error=has_ended_by_error(request))
+        is_loading = self._loads.finished(
+            entry.request_id, by_error=has_ended_by_error(request)
+        )
         must_hold = is_loading and self.children_hold
         self._queries.ended(entry)
         self._demand.end_stall()
@@ -149,7 +157,10 @@ class RequestLife:
             return must_hold, None
         params, lease = ticket
         logger.debug(
-            "req=%s slot=%d holds %d tokens", entry.request_id, lease.slot, params.remote_num_tokens
+            "req=%s slot=%d holds %d tokens",
+            entry.request_id,
+            lease.slot,
+            params.remote_num_tokens,
         )
         self._tracing.params_given(entry.request_id, params, lease)
         is_turn = lease.use is LeaseUse.TURN
@@ -229,5 +240,9 @@ class RequestLife:
     def _end_turn_while_draining(self, entry: EngineRequest) -> None:
         """An engine that shuts down offers no answers any more: nobody will come for them."""
         lease = self._leases.running(entry.request_id)
-        if lease is not None and lease.use is LeaseUse.TURN and self._steps.drain.has_begun:
+        if (
+            lease is not None
+            and lease.use is LeaseUse.TURN
+            and self._steps.drain.has_begun
+        ):
             self._leases.abandon(entry.request_id)

@@ -132,7 +132,9 @@ class EngineRequests:
         ended = self._by_id.pop(request_id, None)
         if ended is None:
             return None
-        del self._in_order[bisect_left(self._in_order, ended.admission_key, key=_ADMISSION_KEY)]
+        del self._in_order[
+            bisect_left(self._in_order, ended.admission_key, key=_ADMISSION_KEY)
+        ]
         ended.record.is_unfinished = False
         self.table.drop_if_over(ended.record)
         return ended

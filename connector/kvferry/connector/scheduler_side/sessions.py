@@ -29,7 +29,9 @@ class Session:
         sampling_params: list[object] = [request.sampling_params]
         # Parts that vLLM never got to: they wait in its queue when a session is aborted.
         queued = request.streaming_queue or ()
-        sampling_params.extend(getattr(part, "sampling_params", None) for part in queued)
+        sampling_params.extend(
+            getattr(part, "sampling_params", None) for part in queued
+        )
         return self._new_among(sampling_params)
 
     def _new_among(self, sampling_params: list[object]) -> list[Any]:
@@ -48,7 +50,9 @@ class Session:
         """True if vLLM has repeated the first part's parameters: it does where a later part has none of its own."""
         try:
             return bool(params == self._first_params)
-        except RecursionError:  # a client's lists may be nested as deep as a message can hold
+        except (
+            RecursionError
+        ):  # a client's lists may be nested as deep as a message can hold
             return False
 
 

@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+    )
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -71,14 +73,19 @@ class SchedulerSide:
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: FerryConfig,
     ) -> None:
         # What this engine is.
         secrets = secrets_from_environment()
         local = LocalEngine.from_vllm_config(vllm_config, kv_cache_config, config)
         workers = num_workers(local.topology)
         max_steps = vllm_config.max_concurrent_batches
-        recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        recomputes = (
+            vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        )
         allowed = allowed_hosts_of(config.allowed_hosts, secrets, local.host)
         loop = EngineLoop()
         self._local = local
@@ -111,7 +118,9 @@ class SchedulerSide:
 
         # What comes in with a request, and what goes out.
         spans = local.block_spans if config.streaming == "auto" else ()
-        self.queries = PromptQueries(self.requests, loop, recomputes=recomputes, spans=spans)
+        self.queries = PromptQueries(
+            self.requests, loop, recomputes=recomputes, spans=spans
+        )
         directory = PromptDirectory(sibling_ports(vllm_config), requests=table)
         self.intake = RequestIntake(
             local,
@@ -156,7 +165,12 @@ class SchedulerSide:
         )
         self.demand = BlockDemand(vllm_config, self.requests, self.blocks)
         self.eviction = LeaseEviction(
-            self.demand, local, self.leases, self.steps, self.blocks, config.max_leased_fraction
+            self.demand,
+            local,
+            self.leases,
+            self.steps,
+            self.blocks,
+            config.max_leased_fraction,
         )
         admission = Admission(self.demand, self.blocks, self.loads.quarantine)
         self.monitor = EngineMonitor(self.leases, self.loads, self.blocks, counters)
@@ -209,7 +223,12 @@ class SchedulerSide:
             tickets=self.tickets,
             eviction=self.eviction,
             stalls=StallWatch(
-                self.requests, self.blocks, self.leases, self.loads, self.steps, counters
+                self.requests,
+                self.blocks,
+                self.leases,
+                self.loads,
+                self.steps,
+                counters,
             ),
             steps=self.steps,
             channel=self.channel,

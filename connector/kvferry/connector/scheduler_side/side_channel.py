@@ -147,7 +147,9 @@ class SideChannel:
     def receive(self) -> None:
         """Apply the renewals and releases that have arrived, and prewarm the producers that have answered."""
         if self.listener is not None:
-            receive_messages(self.listener.inbox, self._leases, self.local.boot, self._counters)
+            receive_messages(
+                self.listener.inbox, self._leases, self.local.boot, self._counters
+            )
         self.poll()
         while self._prewarmed:
             self._loads.prewarms.expect(self._prewarmed.popleft(), time.monotonic())
@@ -186,7 +188,9 @@ class SideChannel:
             # One more descriptor in a thread that waits for sockets anyway, in place of a thread.
             client.watch(load_listener.fileno(), load_listener.receive)
         self.query_client = QueryClient(
-            links, announced_id(self.local.boot, self.local.engine_id), self.queries.on_answer
+            links,
+            announced_id(self.local.boot, self.local.engine_id),
+            self.queries.on_answer,
         )
         if config.prewarm_peers:
             self._prewarmer = PeerPrewarmer(

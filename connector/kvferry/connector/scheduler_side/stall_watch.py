@@ -92,10 +92,14 @@ class StallWatch:
             return False
         return prompt.state in (RemotePromptState.LOADED, RemotePromptState.FAILED)
 
-    def _log(self, lasted_s: float, holding: list[Request], waiting: list[Request]) -> None:
+    def _log(
+        self, lasted_s: float, holding: list[Request], waiting: list[Request]
+    ) -> None:
         num_pinned = self._loads.quarantine.num_blocks
         example = (holding or waiting)[0]
-        advice = "abort that request or restart this engine, and report this line as a bug"
+        advice = (
+            "abort that request or restart this engine, and report this line as a bug"
+        )
         if num_pinned:
             advice = "restart the producer that does not answer, or wait for failed_read_grace_s: pinned blocks return"
         logger.error(

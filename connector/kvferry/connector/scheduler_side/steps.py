@@ -238,7 +238,9 @@ class Steps:
         if not self._loads.in_flight:
             return False
         listener = self.load_listener
-        is_quiet = listener is not None and listener.hears_all_workers and listener.has_no_news
+        is_quiet = (
+            listener is not None and listener.hears_all_workers and listener.has_no_news
+        )
         return not is_quiet
 
     # Waking, on any thread.

@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING
 
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, prompt_of
-from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests, IssuedTicket
+from kvferry.connector.scheduler_side.requests import (
+    EngineRequest,
+    EngineRequests,
+    IssuedTicket,
+)
 from kvferry.connector.scheduler_side.unsettled import (
     UnsettledRequests,
     UnsoundRequests,
@@ -126,7 +130,9 @@ class TicketBuilder:
         # is all that a decoder can compare with its own.
         prefill = self._prefills.get(entry)
         if prefill is None:
-            prompt = prompt_of(entry.request, entry.request.num_prompt_tokens, self._local)
+            prompt = prompt_of(
+                entry.request, entry.request.num_prompt_tokens, self._local
+            )
             prefill = _Prefill(GrowingChain(prompt) if prompt is not None else None)
             self._prefills[entry] = prefill
         prefill.cached_tokens = cached_tokens_of(entry.request)
@@ -165,7 +171,9 @@ class TicketBuilder:
             elif lease.state is LeaseState.COMPUTING:
                 computed = num_tokens.get(entry.request_id, 0)
                 is_preempted = entry.request_id in preempted
-                self._advance(entry, prefill, lease, computed, is_preempted=is_preempted)
+                self._advance(
+                    entry, prefill, lease, computed, is_preempted=is_preempted
+                )
 
     def taken_back(self, invalid: set[int]) -> None:
         """vLLM has heard that these blocks were not filled, and has put back the counts of the requests that have them.
@@ -211,22 +219,32 @@ class TicketBuilder:
         request = entry.request
         stream = lease.stream
         if stream is not None:
-            has_lost_tokens = is_preempted or request.num_computed_tokens < stream.tokens
+            has_lost_tokens = (
+                is_preempted or request.num_computed_tokens < stream.tokens
+            )
             if has_lost_tokens:
                 self._leases.streams.restart(lease, stream)
         if not num_tokens:
             return
-        num_complete = min(request.num_computed_tokens + num_tokens, request.num_prompt_tokens)
+        num_complete = min(
+            request.num_computed_tokens + num_tokens, request.num_prompt_tokens
+        )
         # As long as vLLM may take back what the first step has computed, nothing is published and no ticket is given.
         if not self._unsettled.is_unsettled(entry):
             self._issue_step(entry, prefill, lease, num_complete)
         is_incomplete = entry in self._prefills
         if is_incomplete and prefill.chain is not None:
             # A step ahead: then the last step, which needs all of them, has few to make.
-            prefill.chain.grow(min(num_complete + num_tokens, request.num_prompt_tokens))
+            prefill.chain.grow(
+                min(num_complete + num_tokens, request.num_prompt_tokens)
+            )
 
     def _issue_step(
-        self, entry: EngineRequest, prefill: _Prefill, lease: ProducerLease, num_complete: int
+        self,
+        entry: EngineRequest,
+        prefill: _Prefill,
+        lease: ProducerLease,
+        num_complete: int,
     ) -> None:
         """So many tokens of a prompt are complete when this step has ended, and vLLM will take none of them back."""
         request = entry.request
@@ -246,7 +264,9 @@ class TicketBuilder:
             del self._prefills[entry]
             self._issue_early(entry, prefill, lease)
 
-    def _issue_early(self, entry: EngineRequest, prefill: _Prefill, lease: ProducerLease) -> None:
+    def _issue_early(
+        self, entry: EngineRequest, prefill: _Prefill, lease: ProducerLease
+    ) -> None:
         """Hold the blocks of a prompt that this step completes, and give its ticket."""
         # Not at the request's end. By then a prefill that answers more than one token has blocks of the answer, which
         # the decoder's prompt lacks, and vLLM has freed what has left a window since.
@@ -258,7 +278,9 @@ class TicketBuilder:
         if params is None:
             return
         worker_blocks = self.builder.worker_blocks(params)
-        self._leases.complete(entry.request_id, worker_blocks, distinct_blocks(block_ids))
+        self._leases.complete(
+            entry.request_id, worker_blocks, distinct_blocks(block_ids)
+        )
         entry.ticket = (params, lease)
         self._give_ticket(entry, prefill, params, lease)
 
@@ -318,7 +340,9 @@ class TicketBuilder:
     ) -> None:
         """For a prompt that this step, or a later one, completes."""
         ticket = sign_early(params, self._local.mac_key, _OPENS_WITHIN_S)
-        self.directory.ticket(entry.request_id, ticket, lease, cached_tokens=prefill.cached_tokens)
+        self.directory.ticket(
+            entry.request_id, ticket, lease, cached_tokens=prefill.cached_tokens
+        )
 
     # The end.
 
@@ -340,7 +364,9 @@ class TicketBuilder:
         self.directory.finished(entry.request_id, reason)
         return ticket
 
-    def _end_held(self, entry: EngineRequest, ticket: IssuedTicket) -> IssuedTicket | None:
+    def _end_held(
+        self, entry: EngineRequest, ticket: IssuedTicket
+    ) -> IssuedTicket | None:
         """End a request whose blocks are held already; None if its lease was ended since."""
         _, lease = ticket
         self._leases.request_ended(lease)
@@ -382,7 +408,9 @@ class TicketBuilder:
         worker_blocks = self.builder.worker_blocks(params)
         self._leases.finish(entry.request_id, worker_blocks, distinct_blocks(block_ids))
         cached_tokens = prefill.cached_tokens if prefill is not None else None
-        self.directory.ticket(entry.request_id, params, lease, cached_tokens=cached_tokens)
+        self.directory.ticket(
+            entry.request_id, params, lease, cached_tokens=cached_tokens
+        )
         return params, lease
 
     def _is_late(self, lease: ProducerLease, *, is_whole: bool) -> bool:

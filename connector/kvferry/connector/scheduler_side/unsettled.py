@@ -31,9 +31,13 @@ class UnsettledRequests:
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
         self._step = 0
-        self._answered_by = 0  # the first step that comes after the answers to all loads so far
+        self._answered_by = (
+            0  # the first step that comes after the answers to all loads so far
+        )
         self._admitted: list[EngineRequest] = []  # since the last step began
-        self._computed: list[tuple[int, Sequence[int]]] = []  # until which step, and the blocks
+        self._computed: list[
+            tuple[int, Sequence[int]]
+        ] = []  # until which step, and the blocks
 
     @property
     def may_be_any(self) -> bool:
@@ -64,7 +68,9 @@ class UnsettledRequests:
             # a whole step, also in engines that have no such child.
             self._answered_by = self._step + self._max_steps
         self._computed = [
-            (settled_by, blocks) for settled_by, blocks in self._computed if settled_by > self._step
+            (settled_by, blocks)
+            for settled_by, blocks in self._computed
+            if settled_by > self._step
         ]
         # Whichever request of this step it is that loads: blocks are in the prefix cache as soon as they are scheduled,
         # so all the others may have hit what it is to fill.
@@ -116,7 +122,9 @@ class UnsoundRequests:
         if not self._first:
             return ()
         ended = [
-            entry for entry in self._first if self._requests.find(entry.request_id) is not entry
+            entry
+            for entry in self._first
+            if self._requests.find(entry.request_id) is not entry
         ]
         for entry in ended:
             del self._first[entry]
@@ -132,7 +140,9 @@ class UnsoundRequests:
         self._blocks.forget_hits(filled)
         return tuple(found)
 
-    def _hitting(self, filled: set[int], num_tokens: Mapping[str, int]) -> EngineRequest | None:
+    def _hitting(
+        self, filled: set[int], num_tokens: Mapping[str, int]
+    ) -> EngineRequest | None:
         """One more request of this step that has one of these blocks, which now is unsound; None if there is none."""
         for request_id in num_tokens:
             entry = self._requests.find(request_id)

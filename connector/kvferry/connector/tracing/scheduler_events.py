@@ -11,7 +11,10 @@ from opentelemetry import trace
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.tracing.spans import SpanItem, SpanSink, WorkerLoads
-from kvferry.connector.tracing.worker_events import has_opentelemetry_on, open_trace_file
+from kvferry.connector.tracing.worker_events import (
+    has_opentelemetry_on,
+    open_trace_file,
+)
 from kvferry.link.lease_commands import RemoteLease
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.orders import LeaseProgress, LoadOrder
@@ -80,10 +83,15 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
         """A prompt will be decoded elsewhere."""
         tokens = request.num_prompt_tokens
         self._record(
-            PrefillArrived, request.request_id, tokens=tokens, traceparent=_traceparent(request)
+            PrefillArrived,
+            request.request_id,
+            tokens=tokens,
+            traceparent=_traceparent(request),
         )
 
-    def decode_arrived(self, request: Request, source: RemotePrefill, shared_tokens: int) -> None:
+    def decode_arrived(
+        self, request: Request, source: RemotePrefill, shared_tokens: int
+    ) -> None:
         """A prompt came with usable params, or a producer has answered with them."""
         self._expect(request.request_id)
         ticket = source.kvferry
@@ -106,7 +114,12 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
             self._record(Recomputed, request.request_id, reason=reason, lease=lease)
 
     def recomputed(self, prompt: RemotePrompt, reason: str) -> None:
-        self._record(Recomputed, prompt.request_id, reason=reason, lease=_remote_name(prompt.lease))
+        self._record(
+            Recomputed,
+            prompt.request_id,
+            reason=reason,
+            lease=_remote_name(prompt.lease),
+        )
 
     def lease_opened(self, lease: ProducerLease) -> None:
         self._record(PrefillScheduled, lease.request_id, lease=self._own_name(lease))
@@ -116,12 +129,19 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
         if self.is_on:
             for part in progress:
                 lease = TracedLease(boot=self._boot, epoch=part.origin)
-                self._put(PrefillStep(at_ns=time.time_ns(), lease=lease, tokens=part.tokens))
+                self._put(
+                    PrefillStep(at_ns=time.time_ns(), lease=lease, tokens=part.tokens)
+                )
 
-    def params_given(self, request_id: str, params: RemotePrefill, lease: ProducerLease) -> None:
+    def params_given(
+        self, request_id: str, params: RemotePrefill, lease: ProducerLease
+    ) -> None:
         """A request has ended, and its response carries params."""
         self._record(
-            ParamsGiven, request_id, lease=self._own_name(lease), tokens=params.remote_num_tokens
+            ParamsGiven,
+            request_id,
+            lease=self._own_name(lease),
+            tokens=params.remote_num_tokens,
         )
 
     def lease_over(self, lease: ProducerLease, how: str) -> None:
@@ -173,11 +193,15 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
             self._decoding.add(request_id)
             self._unscheduled.add(request_id)
 
-    def _record(self, kind: Callable[..., Event], request_id: str, **fields: Any) -> None:
+    def _record(
+        self, kind: Callable[..., Event], request_id: str, **fields: Any
+    ) -> None:
         """Record an event of this kind, now. If nothing is recorded, the event is not made."""
         if not self.is_on:
             return
-        self._put(kind(at_ns=time.time_ns(), request=request_id[:_LONGEST_NAME], **fields))
+        self._put(
+            kind(at_ns=time.time_ns(), request=request_id[:_LONGEST_NAME], **fields)
+        )
 
     def _put(self, event: Event) -> None:
         for recorder in (self._file, self._spans):

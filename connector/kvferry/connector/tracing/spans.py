@@ -120,9 +120,13 @@ class SpanSink:
                 if item.good:
                     self._end_handover(item.request, item.at_ns, "loaded")
                 else:
-                    self._end_handover(item.request, item.at_ns, "failed", failure="failed")
+                    self._end_handover(
+                        item.request, item.at_ns, "failed", failure="failed"
+                    )
             case Recomputed() if item.request in self._handovers:
-                self._end_handover(item.request, item.at_ns, f"recomputed: {item.reason}")
+                self._end_handover(
+                    item.request, item.at_ns, f"recomputed: {item.reason}"
+                )
             case Finished() if item.request in self._handovers:
                 handover = self._handovers[item.request]
                 if handover.ordered_ns:
@@ -154,7 +158,9 @@ class SpanSink:
             self._make("kvferry.lease.prefill", begun_ns, held_ns, inside)
             self._make("kvferry.lease.held", held_ns, over.at_ns, inside)
 
-    def _end_handover(self, request: str, ended_ns: int, outcome: str, failure: str = "") -> None:
+    def _end_handover(
+        self, request: str, ended_ns: int, outcome: str, failure: str = ""
+    ) -> None:
         """Make the spans of a handover.
 
         Args:
@@ -181,7 +187,9 @@ class SpanSink:
             failure,
         )
         if opened.ordered_ns:
-            self._make("kvferry.handover.wait", arrived.at_ns, opened.ordered_ns, inside)
+            self._make(
+                "kvferry.handover.wait", arrived.at_ns, opened.ordered_ns, inside
+            )
         for worker, load in opened.loads:
             if load.stages:
                 self._make_load(worker, load, inside)
@@ -204,7 +212,9 @@ class SpanSink:
             load.reason,
         )
         for stage in load.stages:
-            self._make(f"kvferry.load.{stage.stage}", stage.begun_ns, stage.ended_ns, inside)
+            self._make(
+                f"kvferry.load.{stage.stage}", stage.begun_ns, stage.ended_ns, inside
+            )
 
     def _make(
         self,
@@ -216,7 +226,9 @@ class SpanSink:
         failure: str = "",
     ) -> Context:
         """Make a span; times are nanoseconds since the epoch. Returns the context for the spans inside it."""
-        span = self._tracer.start_span(name, parent, attributes=attributes, start_time=begun_ns)
+        span = self._tracer.start_span(
+            name, parent, attributes=attributes, start_time=begun_ns
+        )
         if failure:
             span.set_status(Status(StatusCode.ERROR, failure))
         span.end(ended_ns)
@@ -230,4 +242,7 @@ def _parent(traceparent: str) -> Context:
 
 
 def _names(request: str, lease: TracedLease) -> dict[str, str | int]:
-    return {"kvferry.request_id": request, "kvferry.lease": f"{lease.boot}/{lease.epoch}"}
+    return {
+        "kvferry.request_id": request,
+        "kvferry.lease": f"{lease.boot}/{lease.epoch}",
+    }

@@ -83,7 +83,9 @@ def load_event(load: LoadRecord, wall_offset_ns: int) -> LoadEnded:
     for stage, ended_s in load.ended_s.items():
         begun_ns = ended_ns
         ended_ns = wall_ns(ended_s)
-        stages.append(StageSpan(stage=Phase[stage.name], begun_ns=begun_ns, ended_ns=ended_ns))
+        stages.append(
+            StageSpan(stage=Phase[stage.name], begun_ns=begun_ns, ended_ns=ended_ns)
+        )
     chunks = []
     for stop_token, begun_s, ended_s in load.chunks[:MOST_CHUNKS]:
         chunk = ChunkSpan(
@@ -132,7 +134,11 @@ def has_opentelemetry_on(vllm_config: VllmConfig) -> bool:
 
 
 def open_trace_file(
-    vllm_config: VllmConfig, config: FerryConfig, part: ProcessRole, boot: str, place: str
+    vllm_config: VllmConfig,
+    config: FerryConfig,
+    part: ProcessRole,
+    boot: str,
+    place: str,
 ) -> Recorder[Event] | None:
     """The recorder for `trace_dir`; None without that option.
 
@@ -152,4 +158,6 @@ def open_trace_file(
         pid=os.getpid(),
         place=place,
     )
-    return Recorder(TraceFile(config.trace_dir, transfer.kv_role, started, config.trace_max_bytes))
+    return Recorder(
+        TraceFile(config.trace_dir, transfer.kv_role, started, config.trace_max_bytes)
+    )

@@ -32,7 +32,9 @@ def cpu_attention_isa(layer: Any) -> str:
             getattr(layer, "kv_cache_dtype", None),
         )
     except Exception as error:
-        raise UnsupportedVllm("cpu_attn._get_attn_isa", repr(error), AS_TESTED) from error
+        raise UnsupportedVllm(
+            "cpu_attn._get_attn_isa", repr(error), AS_TESTED
+        ) from error
     return str(isa)
 
 

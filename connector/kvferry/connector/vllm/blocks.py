@@ -50,7 +50,9 @@ class EngineBlocks:
             _try_references(manager)
             self.num_blocks = int(manager.block_pool.num_gpu_blocks)
         except Exception as error:
-            raise UnsupportedVllm("KVCacheManager.block_pool", repr(error), AS_TESTED) from error
+            raise UnsupportedVllm(
+                "KVCacheManager.block_pool", repr(error), AS_TESTED
+            ) from error
         self._manager = manager
         try:
             self.longest = self._count_longest(manager)
@@ -157,13 +159,18 @@ class EngineBlocks:
 
     def num_covering(self, num_tokens: int) -> int:
         """Blocks for so many tokens in every cache group."""
-        sizes = [manager.block_size for manager in self._bound.coordinator.single_type_managers]
+        sizes = [
+            manager.block_size
+            for manager in self._bound.coordinator.single_type_managers
+        ]
         return sum(-(-num_tokens // size) for size in sizes)
 
     def _count_longest(self, manager: KVCacheManager) -> int:
         length = self.max_model_len
         unknown_id = ""  # no request of vLLM has it
-        longest = self.lacking(unknown_id, length, length, num_computed=0, prefill_end=length)
+        longest = self.lacking(
+            unknown_id, length, length, num_computed=0, prefill_end=length
+        )
         # The call registers the request in some groups, without blocks.
         manager.coordinator.free(unknown_id)
         return longest + self.watermark

@@ -73,7 +73,10 @@ def has_ended_by_error(request: Request) -> bool:
 
 def can_park(request: Request) -> bool:
     """True if `park` is possible: the request waits, and not for a grammar of its own, which would end the parking."""
-    return request.structured_output_request is None and request.status is RequestStatus.WAITING
+    return (
+        request.structured_output_request is None
+        and request.status is RequestStatus.WAITING
+    )
 
 
 def park(request: Request) -> None:
@@ -103,7 +106,9 @@ def cut_prompt(request: Request, num_tokens: int) -> None:
     if prompt is None:
         raise LocalProtocolError(f"req={request.request_id} has a prompt of embeddings")
     num_removed = len(prompt) - num_tokens
-    request.prompt_token_ids = prompt[:num_tokens]  # a copy: samples of one prompt share the list
+    request.prompt_token_ids = prompt[
+        :num_tokens
+    ]  # a copy: samples of one prompt share the list
     del request._all_token_ids[num_tokens:]
     request.num_prompt_tokens = num_tokens
     # Hashes that include removed tokens: at most one a token, since a block has at least one.

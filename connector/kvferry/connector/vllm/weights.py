@@ -14,7 +14,17 @@ logger = logging.getLogger(__name__)
 _FIRST_NAME = "default"
 """vLLM's name of weights that were not updated (v1/engine/core.py:141)."""
 
-_READING_PREFIXES = ("get", "check", "init", "shutdown", "list", "save", "dump", "is_", "has_")
+_READING_PREFIXES = (
+    "get",
+    "check",
+    "init",
+    "shutdown",
+    "list",
+    "save",
+    "dump",
+    "is_",
+    "has_",
+)
 """How the names of calls begin that read weights or prepare an update, and change none."""
 
 

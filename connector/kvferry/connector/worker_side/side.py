@@ -68,7 +68,10 @@ class WorkerSide:
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: FerryConfig
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: FerryConfig,
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -246,7 +249,9 @@ class WorkerSide:
             make_fabric=lambda name: NixlFabric(name, agent),
         )
 
-    def _describe_caches(self, kv_caches: dict[str, torch.Tensor], place: Place) -> KvCaches:
+    def _describe_caches(
+        self, kv_caches: dict[str, torch.Tensor], place: Place
+    ) -> KvCaches:
         vllm_config = self._vllm_config
         block_layouts = block_layouts_of(
             vllm_config.compilation_config.static_forward_context,

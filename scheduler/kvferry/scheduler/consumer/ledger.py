@@ -107,7 +107,9 @@ class ConsumerLedger:
 
     def requests(self, *states: RemotePromptState) -> list[str]:
         """Requests in one of these states."""
-        return [prompt.request_id for prompt in self._prompts() if prompt.state in states]
+        return [
+            prompt.request_id for prompt in self._prompts() if prompt.state in states
+        ]
 
     def offer(
         self,
@@ -173,7 +175,9 @@ class ConsumerLedger:
             return 0
         return max(0, prompt.shared_tokens - local_tokens)
 
-    def allocated(self, request_id: str, count: int, local_blocks: Sequence[Sequence[int]]) -> None:
+    def allocated(
+        self, request_id: str, count: int, local_blocks: Sequence[Sequence[int]]
+    ) -> None:
         """vLLM has allocated blocks; `count` tokens after the local hit are to be loaded into them.
 
         Args:
@@ -304,11 +308,15 @@ class ConsumerLedger:
         Raises:
             LocalProtocolError: with the sums.
         """
-        claiming = {prompt.lease.key for prompt in self._prompts() if prompt.state in CLAIMING}
+        claiming = {
+            prompt.lease.key for prompt in self._prompts() if prompt.state in CLAIMING
+        }
         in_flight = len(self.requests(*IN_FLIGHT))
         loading = len(self.requests(RemotePromptState.LOADING))
         is_sound = (
-            claiming == self._claims and in_flight == self.in_flight and loading == self.loading
+            claiming == self._claims
+            and in_flight == self.in_flight
+            and loading == self.loading
         )
         if not is_sound:
             raise LocalProtocolError(
@@ -344,7 +352,9 @@ class ConsumerLedger:
             self._end_claim(ReleaseLease(prompt.lease))
         return was_offered
 
-    def _end_load(self, request_id: str, event: RemotePromptEvent) -> RemotePrompt | None:
+    def _end_load(
+        self, request_id: str, event: RemotePromptEvent
+    ) -> RemotePrompt | None:
         prompt = self.get(request_id)
         if prompt is not None:
             self._advance(prompt, event)

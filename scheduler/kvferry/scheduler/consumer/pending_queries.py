@@ -17,7 +17,13 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.link.query_commands import SETTLING, Producer, QueryCommand, StartQuery, StopQuery
+from kvferry.link.query_commands import (
+    SETTLING,
+    Producer,
+    QueryCommand,
+    StartQuery,
+    StopQuery,
+)
 from kvferry.protocol.hosts import one_spelling
 from kvferry.protocol.prompt_queries import PromptProgress, PromptQuery
 from kvferry.scheduler.consumer.pending_query import PendingQuery
@@ -132,7 +138,9 @@ class PendingQueries:
         requests: this engine's; the ledgers have the same.
     """
 
-    def __init__(self, spans: tuple[int, ...] = (), requests: RequestTable | None = None) -> None:
+    def __init__(
+        self, spans: tuple[int, ...] = (), requests: RequestTable | None = None
+    ) -> None:
         self._spans = spans
         self._requests = RequestTable() if requests is None else requests
         self._num_waiting = 0
@@ -279,9 +287,15 @@ class PendingQueries:
         opened = self._by_number
         return PendingQueriesSnapshot(
             open=tuple(opened),
-            known=frozenset(number for number, query in opened.items() if query.known_by),
-            ended=frozenset(number for number, query in opened.items() if not query.waits),
-            unknown=frozenset(number for number, query in opened.items() if query.unknown_why),
+            known=frozenset(
+                number for number, query in opened.items() if query.known_by
+            ),
+            ended=frozenset(
+                number for number, query in opened.items() if not query.waits
+            ),
+            unknown=frozenset(
+                number for number, query in opened.items() if query.unknown_why
+            ),
         )
 
     def _timers(self) -> tuple[tuple[_Timers, float], ...]:

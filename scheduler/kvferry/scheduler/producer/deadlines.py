@@ -28,7 +28,9 @@ class Deadlines:
         """From now on a held lease expires unless it is renewed."""
         lease.held_s = clock_s
         # A renewal that came before counts: a consumer that reads a stream renews it while it is computed.
-        lease.deadline_s = max(lease.claimed_until_s, clock_s + self._lifetime_s[lease.use])
+        lease.deadline_s = max(
+            lease.claimed_until_s, clock_s + self._lifetime_s[lease.use]
+        )
         self._next_due_s = min(self._next_due_s, lease.deadline_s)
 
     def may_be_due(self, clock_s: float) -> bool:

@@ -114,7 +114,9 @@ def evict(
         are_too_many_leased = leased > demand.cap
         if rank is Rank.IDLE_TURN:
             lacks_reserve = free < demand.need + demand.reserve
-            must_end = lacks_blocks or are_too_many_leased or are_slots_short or lacks_reserve
+            must_end = (
+                lacks_blocks or are_too_many_leased or are_slots_short or lacks_reserve
+            )
         elif rank is Rank.DESERTED_PROMPT:
             must_end = lacks_blocks or are_too_many_leased
         elif rank is Rank.CLAIMED_TURN:

@@ -132,12 +132,17 @@ class ProducerLease:
     def hold_order(self, blocks: Blocks) -> LeaseHold:
         """The order to the workers that its blocks are held; those that must copy them get them."""
         return LeaseHold(
-            request_id=self.request_id, slot=self.slot, epoch=self.name.epoch, blocks=blocks
+            request_id=self.request_id,
+            slot=self.slot,
+            epoch=self.name.epoch,
+            blocks=blocks,
         )
 
     def end_order(self) -> LeaseEnd:
         """The order to the workers to clear its slot."""
-        return LeaseEnd(request_id=self.request_id, slot=self.slot, epoch=self.name.epoch)
+        return LeaseEnd(
+            request_id=self.request_id, slot=self.slot, epoch=self.name.epoch
+        )
 
     def __str__(self) -> str:
         return f"req={self.request_id} slot={self.slot}"

@@ -18,12 +18,16 @@ class LeaseOrders:
     ends: list[LeaseEnd] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.opens or self.holds or self.progress or self.completions or self.ends)
+        return bool(
+            self.opens or self.holds or self.progress or self.completions or self.ends
+        )
 
     def take(self) -> LeaseOrders:
         """All orders; this object is empty then."""
         # The object stays the same one: the ledger and its streams both add to it.
-        taken = LeaseOrders(self.opens, self.holds, self.progress, self.completions, self.ends)
+        taken = LeaseOrders(
+            self.opens, self.holds, self.progress, self.completions, self.ends
+        )
         self.opens = []
         self.holds = []
         self.progress = []

@@ -159,7 +159,10 @@ class ProducerLedger:
         return False
 
     def complete(
-        self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()
+        self,
+        request_id: str,
+        worker_blocks: Blocks = (),
+        block_ids: tuple[int, ...] = (),
     ) -> ProducerLease | None:
         """The next step completes the request's blocks: keep them from now on. None when it has no lease.
 
@@ -169,10 +172,15 @@ class ProducerLedger:
             worker_blocks: the blocks that are sent to the workers.
             block_ids: all blocks that stay out of the pool, without duplicates.
         """
-        return self._keep(request_id, worker_blocks, block_ids, self._orders.completions)
+        return self._keep(
+            request_id, worker_blocks, block_ids, self._orders.completions
+        )
 
     def finish(
-        self, request_id: str, worker_blocks: Blocks = (), block_ids: tuple[int, ...] = ()
+        self,
+        request_id: str,
+        worker_blocks: Blocks = (),
+        block_ids: tuple[int, ...] = (),
     ) -> ProducerLease | None:
         """The request has succeeded, and no step completed its blocks before: keep them, as in `complete`."""
         lease = self._keep(request_id, worker_blocks, block_ids, self._orders.holds)
@@ -261,7 +269,9 @@ class ProducerLedger:
         # their renewals could not arrive meanwhile.
         clock_s = self.clock.wind(now_s)
         if may_expire and self._deadlines.may_be_due(clock_s):
-            for lease in self._deadlines.due(self.block_references.held.values(), clock_s):
+            for lease in self._deadlines.due(
+                self.block_references.held.values(), clock_s
+            ):
                 self.end(lease, "expired")
         return self._orders.take()
 
@@ -302,7 +312,9 @@ class ProducerLedger:
         # A prompt that was read before its request has ended has no deadline yet.
         has_deadline = lease.deadline_s < math.inf
         if lease.use is LeaseUse.PROMPT and was_read and has_deadline:
-            self._counters.sample("lease_left_s", max(0.0, lease.deadline_s - self.clock_s))
+            self._counters.sample(
+                "lease_left_s", max(0.0, lease.deadline_s - self.clock_s)
+            )
         self.observer.lease_over(lease, lease.ended_by)
 
     def check_integrity(self) -> None:
@@ -319,7 +331,9 @@ class ProducerLedger:
         kept = self.block_references.num_requests
         keeping = sum(lease.keeps_blocks for lease in leases)
         if kept != keeping:
-            raise LocalProtocolError(f"leases: {dict(states)}, {kept} keep blocks, {keeping} must")
+            raise LocalProtocolError(
+                f"leases: {dict(states)}, {kept} keep blocks, {keeping} must"
+            )
         self.block_references.check_integrity()
 
     def _all(self) -> Iterator[ProducerLease]:

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.protocol.digests import Prompt
-from kvferry.protocol.prompt_queries import NO_PARAMS, Answer, PromptProgress, encode_params
+from kvferry.protocol.prompt_queries import (
+    NO_PARAMS,
+    Answer,
+    PromptProgress,
+    encode_params,
+)
 from kvferry.scheduler.producer.lease import ProducerLease
 
 Claimant = tuple[str, int]

@@ -26,7 +26,12 @@ from kvferry.protocol.prompt_queries import (
     Unsubscribe,
 )
 from kvferry.scheduler.producer.lease import ProducerLease
-from kvferry.scheduler.producer.listed_prompt import Claimant, ListedPrompt, PromptState, Whole
+from kvferry.scheduler.producer.listed_prompt import (
+    Claimant,
+    ListedPrompt,
+    PromptState,
+    Whole,
+)
 from kvferry.scheduler.requests import RequestTable
 
 # Clients choose how many requests there are.
@@ -129,10 +134,14 @@ class PromptDirectory:
         # Of the engine's thread:
         self._requests = RequestTable() if requests is None else requests
         # Of the listener's thread:
-        self._by_request: dict[str, ListedPrompt] = {}  # the first that arrived is first
+        self._by_request: dict[
+            str, ListedPrompt
+        ] = {}  # the first that arrived is first
         self._by_key: dict[str, _Key] = {}
         self._claimed: dict[Claimant, ListedPrompt] = {}
-        self._ended_s: dict[str, float] = {}  # by request, the first that was over is first
+        self._ended_s: dict[
+            str, float
+        ] = {}  # by request, the first that was over is first
         # The one repeated longest ago is first.
         self._subscriptions: dict[Claimant, _Subscription] = {}
         self._changed: dict[Claimant, None] = {}
@@ -140,7 +149,9 @@ class PromptDirectory:
 
     # For the engine's thread. None of it waits, and each takes the same time whatever others query.
 
-    def arrived(self, request_id: str, key: str, prompt: Prompt, num_tokens: int) -> None:
+    def arrived(
+        self, request_id: str, key: str, prompt: Prompt, num_tokens: int
+    ) -> None:
         """A request has arrived whose prompt is for another engine.
 
         Args:
@@ -325,9 +336,13 @@ class PromptDirectory:
         # Not OVER where the key has other prompts: then a client could tell from the time of its answer whether a
         # request with an id that it has guessed runs. Its engine waits as for an id that nobody has.
         reason = "other_prompt" if key.num_running > 0 else ""
-        return Answer(number=query.number, progress=PromptProgress.UNKNOWN, reason=reason)
+        return Answer(
+            number=query.number, progress=PromptProgress.UNKNOWN, reason=reason
+        )
 
-    def _claim(self, key: _Key, claimant: Claimant, query: PromptQuery) -> ListedPrompt | None:
+    def _claim(
+        self, key: _Key, claimant: Claimant, query: PromptQuery
+    ) -> ListedPrompt | None:
         whole = (query.num_tokens, query.digest)
         claimed = self._claimed.get(claimant)
         if claimed is not None and claimed.key == query.key and claimed.whole == whole:
@@ -385,7 +400,9 @@ class PromptDirectory:
             self._drop(request_id)
 
         old_claimants = []
-        for claimant, subscription in islice(self._subscriptions.items(), _FORGOTTEN_AT_ONCE):
+        for claimant, subscription in islice(
+            self._subscriptions.items(), _FORGOTTEN_AT_ONCE
+        ):
             if now_s < subscription.repeated_s + SUBSCRIPTION_S:
                 break
             old_claimants.append(claimant)
@@ -412,7 +429,9 @@ class PromptDirectory:
             _remove(key.undigested, listed.num_tokens, request_id)
         self._forget_if_empty(listed.key, key)
 
-    def _add_subscription(self, claimant: Claimant, subscription: _Subscription) -> None:
+    def _add_subscription(
+        self, claimant: Claimant, subscription: _Subscription
+    ) -> None:
         self._end_subscription(claimant)
         self._subscriptions[claimant] = subscription
         key = self._by_key.setdefault(subscription.query.key, _Key())
@@ -435,7 +454,9 @@ class PromptDirectory:
             del self._by_key[name]
 
 
-def _remove(prompts: dict[Name, dict[str, ListedPrompt]], name: Name, request_id: str) -> None:
+def _remove(
+    prompts: dict[Name, dict[str, ListedPrompt]], name: Name, request_id: str
+) -> None:
     by_request = prompts[name]
     del by_request[request_id]
     if not by_request:

@@ -64,7 +64,9 @@ class PublishedStreams:
         num_listed = [0] * len(blocks)
         if stream.blocks:
             num_listed = [len(ids) for ids in stream.blocks]
-        new_blocks = [tuple(ids[first:]) for first, ids in zip(num_listed, blocks, strict=True)]
+        new_blocks = [
+            tuple(ids[first:]) for first, ids in zip(num_listed, blocks, strict=True)
+        ]
         stream.tokens = tokens
         stream.blocks = blocks
         self._orders.progress.append(
@@ -90,7 +92,10 @@ class PublishedStreams:
         stream.blocks = ()
         self._slots.renew_epoch(lease)
         order = LeaseOpen(
-            slot=lease.slot, epoch=lease.name.epoch, row=stream.row, origin=lease.origin.epoch
+            slot=lease.slot,
+            epoch=lease.name.epoch,
+            row=stream.row,
+            origin=lease.origin.epoch,
         )
         self._orders.opens.append(order)
         self._counters.add("stream_restarts")

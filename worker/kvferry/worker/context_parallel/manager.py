@@ -96,7 +96,10 @@ class PCPManager:
         self._max_row_bytes = max_row_bytes
         self._reorder_threshold = reorder_threshold
         rank_rows = max_rank_rows(
-            max_tokens, max_requests, ranks=self.ranks, reorder_threshold=reorder_threshold
+            max_tokens,
+            max_requests,
+            ranks=self.ranks,
+            reorder_threshold=reorder_threshold,
         )
         all_rows = rank_rows * self.ranks
         # Before the first step the engine computes `max_tokens` rows on every rank, which may be
@@ -113,7 +116,9 @@ class PCPManager:
             gathered_rows=self._integers(max_tokens),
             padded_rows=self._integers(max_tokens),
             slots=self._integers(cache_groups, slots),
-            gathered=torch.empty(all_rows * max_row_bytes, dtype=torch.uint8, device=device),
+            gathered=torch.empty(
+                all_rows * max_row_bytes, dtype=torch.uint8, device=device
+            ),
         )
         self._partition: Partition | None = None
 
@@ -173,7 +178,9 @@ class PCPManager:
             is_padding=_put(buffers.own.is_padding, inputs.is_padding),
         )
 
-    def pad_slot_mapping(self, slot_mapping: torch.Tensor, cache_group: int = 0) -> torch.Tensor:
+    def pad_slot_mapping(
+        self, slot_mapping: torch.Tensor, cache_group: int = 0
+    ) -> torch.Tensor:
         """The cache slot of every row that `gather_padded` returns, int64 `[P]`; `PAD_SLOT` where nothing is written.
 
         Padding is not written; of a decode, only the first rank's copy is.
@@ -198,16 +205,22 @@ class PCPManager:
             if slot_mapping.dim() != 1 or len(slot_mapping) > self._max_tokens:
                 expected = f"one dimension of at most {self._max_tokens}, before the first step"
                 raise InvalidBatch("slot_mapping", tuple(slot_mapping.shape), expected)
-            return buffers.slots[cache_group, : len(slot_mapping) * self.ranks].fill_(PAD_SLOT)
+            return buffers.slots[cache_group, : len(slot_mapping) * self.ranks].fill_(
+                PAD_SLOT
+            )
         is_right_shape = slot_mapping.shape == (step.num_tokens,)
         if not is_right_shape or slot_mapping.dtype not in (torch.int64, torch.int32):
             expected = f"int64 or int32 of shape ({step.num_tokens},)"
             raise InvalidBatch(
-                "slot_mapping", (slot_mapping.dtype, tuple(slot_mapping.shape)), expected
+                "slot_mapping",
+                (slot_mapping.dtype, tuple(slot_mapping.shape)),
+                expected,
             )
         slots = buffers.slots[cache_group, : step.num_rows].fill_(PAD_SLOT)
         padded_rows = buffers.padded_rows[: step.num_tokens]
-        return slots.index_copy_(0, padded_rows, slot_mapping.to(self._device, torch.int64))
+        return slots.index_copy_(
+            0, padded_rows, slot_mapping.to(self._device, torch.int64)
+        )
 
     def gather_padded(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks in the padded order: K and V before they are written. A collective.
@@ -221,7 +234,9 @@ class PCPManager:
         Raises:
             InvalidBatch: the rows are not this step's, or too long.
         """
-        return self._gather(rows, self._buffers.restore_index[: self.partition.num_rows])
+        return self._gather(
+            rows, self._buffers.restore_index[: self.partition.num_rows]
+        )
 
     def restore_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks in the scheduled order, without padding. A collective.
@@ -235,7 +250,9 @@ class PCPManager:
         Raises:
             InvalidBatch: the rows are not this step's, or too long.
         """
-        return self._gather(hidden_states, self._buffers.gathered_rows[: self.partition.num_tokens])
+        return self._gather(
+            hidden_states, self._buffers.gathered_rows[: self.partition.num_tokens]
+        )
 
     def _gather(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """All-gather into the buffer, then copy the rows that `index` names.
@@ -253,8 +270,12 @@ class PCPManager:
         sent = rows.detach().contiguous().view(len(rows), -1).view(torch.uint8)
         row_bytes = sent.shape[1]
         if row_bytes > self._max_row_bytes:
-            raise InvalidBatch("bytes of a row", row_bytes, f"at most {self._max_row_bytes}")
-        gathered = self._buffers.gathered[: self.ranks * sent.numel()].view(-1, row_bytes)
+            raise InvalidBatch(
+                "bytes of a row", row_bytes, f"at most {self._max_row_bytes}"
+            )
+        gathered = self._buffers.gathered[: self.ranks * sent.numel()].view(
+            -1, row_bytes
+        )
         _all_gather(gathered, sent, self._group)
         selected = gathered.view(_widest_integer(row_bytes)).index_select(0, index)
         return selected.view(rows.dtype).view((-1, *rows.shape[1:]))

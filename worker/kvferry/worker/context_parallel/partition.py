@@ -181,7 +181,9 @@ def partition_step(
     computed = as_counts("num_computed_tokens", num_computed_tokens, MAX_POSITION)
     if len(computed) != len(scheduled):
         raise InvalidBatch(
-            "num_computed_tokens", len(computed), f"one for each of {len(scheduled)} requests"
+            "num_computed_tokens",
+            len(computed),
+            f"one for each of {len(scheduled)} requests",
         )
     # A short prompt is not a decode: it has no context to attend to, and all ranks would do the
     # same work.

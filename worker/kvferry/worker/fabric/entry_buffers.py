@@ -9,7 +9,13 @@ import numpy as np
 
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.stream_rows import PAGE_IDS
-from kvferry.worker.fabric.port import DescriptorRows, Fabric, LocalDescriptors, MemoryKind, Region
+from kvferry.worker.fabric.port import (
+    DescriptorRows,
+    Fabric,
+    LocalDescriptors,
+    MemoryKind,
+    Region,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,9 @@ class EntryBuffer:
         entries = len(self.memory)
         entry_bytes = self.memory.nbytes // entries
         row = (int(self.memory.ctypes.data), entry_bytes, 0, entry_bytes, entries)
-        self.descriptors = fabric.prepare_local(DescriptorRows.from_tuples(MemoryKind.DRAM, [row]))
+        self.descriptors = fabric.prepare_local(
+            DescriptorRows.from_tuples(MemoryKind.DRAM, [row])
+        )
 
     def try_take(self, count: int, peer: str | None = None) -> tuple[int, ...] | None:
         """`count` entries, or None when there are not as many.

@@ -35,7 +35,8 @@ def check_agent_name(agent_name: str) -> bytes:
         ) from error
     if not 0 < len(name) <= MAX_NAME_BYTES or b"\0" in name:
         raise InvalidFabricRequest(
-            "name agent", f"{shorten(agent_name)}; expected 1 … {MAX_NAME_BYTES} bytes, no NUL"
+            "name agent",
+            f"{shorten(agent_name)}; expected 1 … {MAX_NAME_BYTES} bytes, no NUL",
         )
     return name
 
@@ -83,7 +84,8 @@ def open_metadata(metadata: bytes) -> tuple[str, bytes]:
         raise InvalidMetadata("add peer", "the agent name is not UTF-8") from error
     if not 0 < name_bytes <= MAX_NAME_BYTES or len(rest) < name_end:
         raise InvalidMetadata(
-            "add peer", f"the agent name has {name_bytes} bytes; expected 1 … {MAX_NAME_BYTES}"
+            "add peer",
+            f"the agent name has {name_bytes} bytes; expected 1 … {MAX_NAME_BYTES}",
         )
     return name, rest[name_end:]
 

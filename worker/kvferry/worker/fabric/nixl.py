@@ -10,7 +10,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvferry.worker.fabric.agent import AgentConfig, NixlErrors, load_bindings, make_agent
+from kvferry.worker.fabric.agent import (
+    AgentConfig,
+    NixlErrors,
+    load_bindings,
+    make_agent,
+)
 from kvferry.worker.fabric.errors import (
     DescriptorOutOfRange,
     FabricClosed,
@@ -21,7 +26,11 @@ from kvferry.worker.fabric.errors import (
     PeerLost,
     TransferFailed,
 )
-from kvferry.worker.fabric.metadata_envelope import check_agent_name, open_metadata, wrap_metadata
+from kvferry.worker.fabric.metadata_envelope import (
+    check_agent_name,
+    open_metadata,
+    wrap_metadata,
+)
 from kvferry.worker.fabric.nixl_handles import (
     NixlLocal,
     NixlPeers,
@@ -78,7 +87,10 @@ class NixlFabric:
         apply_ucx_defaults(environ)
         self.agent_name = agent_name
         self._nixl = load_bindings()
-        self._kinds = {MemoryKind.DRAM: self._nixl.DRAM_SEG, MemoryKind.VRAM: self._nixl.VRAM_SEG}
+        self._kinds = {
+            MemoryKind.DRAM: self._nixl.DRAM_SEG,
+            MemoryKind.VRAM: self._nixl.VRAM_SEG,
+        }
         self._errors = NixlErrors(self._nixl)
         self._environ = environ
         self._config = config or AgentConfig()
@@ -111,7 +123,9 @@ class NixlFabric:
             # All or none, as the port promises: kinds that were registered before are taken back.
             for descriptors in registered:
                 self._quietly(agent.deregisterMem, descriptors)
-            reason = f"{len(regions)} regions were refused: {self._errors.describe(error)}"
+            reason = (
+                f"{len(regions)} regions were refused: {self._errors.describe(error)}"
+            )
             raise FabricUnavailable("register", reason) from error
         self._registered += registered
 
@@ -149,7 +163,9 @@ class NixlFabric:
         raw = self._prepare("prepare local", self._nixl.NIXL_INIT_AGENT, rows, None)
         return self._keep(NixlLocal(raw, rows.count))
 
-    def prepare_remote(self, peer: PeerAgent, rows: DescriptorRows) -> RemoteDescriptors:
+    def prepare_remote(
+        self, peer: PeerAgent, rows: DescriptorRows
+    ) -> RemoteDescriptors:
         self._open("prepare remote")
         entry = self._peers.get("prepare remote", peer)
         raw = self._prepare("prepare remote", peer, rows, peer)
@@ -173,7 +189,11 @@ class NixlFabric:
             # From prepared lists, because `initialize_xfer` never merges neighbours: 1,000 of
             # 4 KiB took 1,600 µs with it, and about 300 this way (measured).
             raw = agent.makeXferReq(
-                self._nixl.NIXL_READ, target.raw, local_indices, source.raw, remote_indices
+                self._nixl.NIXL_READ,
+                target.raw,
+                local_indices,
+                source.raw,
+                remote_indices,
             )
         except self._errors.invalid as error:
             # Ranges were checked above; only the lengths of the descriptors are left for NIXL to
@@ -207,7 +227,9 @@ class NixlFabric:
             # owner need not wait for the grace any more.
             if isinstance(mine.failure, TransferFailed) and mine.entry.lost is not None:
                 mine.failure = PeerLost(
-                    "poll", f"{mine.failure.reason}; and then: {mine.entry.lost}", mine.peer
+                    "poll",
+                    f"{mine.failure.reason}; and then: {mine.entry.lost}",
+                    mine.peer,
                 )
             # Raised once a poll for as long as the grace lasts: with its traceback the one error
             # would grow by a frame each time.
@@ -263,9 +285,7 @@ class NixlFabric:
         agent = self._open("notify")
         entry = self._peers.get("notify", peer)
         if len(message) > MAX_NOTIFICATION_BYTES:
-            reason = (
-                f"the message has {len(message)} bytes; expected at most {MAX_NOTIFICATION_BYTES}"
-            )
+            reason = f"the message has {len(message)} bytes; expected at most {MAX_NOTIFICATION_BYTES}"
             raise InvalidFabricRequest("notify", reason, peer)
         try:
             agent.genNotif(peer, message)
@@ -288,7 +308,9 @@ class NixlFabric:
                 )
             return []
         except self._errors.every as error:
-            raise FabricUnavailable("take notifications", self._errors.describe(error)) from error
+            raise FabricUnavailable(
+                "take notifications", self._errors.describe(error)
+            ) from error
         notifications: list[tuple[str, bytes]] = []
         for sender, messages in arrived.items():
             notifications += [(sender, message) for message in messages]
@@ -340,20 +362,25 @@ class NixlFabric:
             # it may have replaced the entry of a peer that is in use.
             self._quietly(agent.invalidateRemoteMD, loaded)
             raise InvalidMetadata(
-                "add peer", f"the envelope and NIXL's part ({loaded[:64]!r}) differ in name", peer
+                "add peer",
+                f"the envelope and NIXL's part ({loaded[:64]!r}) differ in name",
+                peer,
             )
 
     def _forget(self, agent_name: str) -> None:
         self._quietly(self._agent.invalidateRemoteMD, agent_name)
 
     def _own(
-        self, handle: Transfer | LocalDescriptors | RemoteDescriptors, kind: type[_Handle]
+        self,
+        handle: Transfer | LocalDescriptors | RemoteDescriptors,
+        kind: type[_Handle],
     ) -> _Handle:
         # NIXL's handles are bare numbers. Whose they are, and whether they were released, is known
         # only here.
         if not isinstance(handle, kind) or handle not in self._handles:
             raise InvalidFabricRequest(
-                "use handle", f"{type(handle).__name__} was released or is not of this fabric"
+                "use handle",
+                f"{type(handle).__name__} was released or is not of this fabric",
             )
         return handle
 
@@ -373,7 +400,9 @@ class NixlFabric:
             reason = f"{len(rows.rows)} {rows.kind.value} rows do not lie in registered regions"
             raise DescriptorOutOfRange(operation, reason, peer) from error
         except self._errors.every as error:
-            raise InvalidFabricRequest(operation, self._errors.describe(error), peer) from error
+            raise InvalidFabricRequest(
+                operation, self._errors.describe(error), peer
+            ) from error
         return raw
 
     def _advance(self, transfer: NixlTransfer, status: Any) -> None:
@@ -388,7 +417,9 @@ class NixlFabric:
             transfer.state = TransferState.DONE
             self._peers.ended(transfer)
             return
-        transfer.failure = TransferFailed("transfer", f"NIXL's status is {status}", transfer.peer)
+        transfer.failure = TransferFailed(
+            "transfer", f"NIXL's status is {status}", transfer.peer
+        )
         transfer.entry.is_sound = False
         self._peers.ended(transfer)
         raise transfer.failure
@@ -402,4 +433,6 @@ class NixlFabric:
         try:
             call(argument)
         except self._errors.every as error:
-            logger.debug("agent=%s clean-up: %s", self.agent_name, self._errors.describe(error))
+            logger.debug(
+                "agent=%s clean-up: %s", self.agent_name, self._errors.describe(error)
+            )

@@ -52,7 +52,8 @@ def check_index_pairs(
     _check_side("remote", remote.count, remote_indices)
     if len(local_indices) != len(remote_indices):
         raise InvalidFabricRequest(
-            "post read", f"{len(local_indices)} local indices, {len(remote_indices)} remote ones"
+            "post read",
+            f"{len(local_indices)} local indices, {len(remote_indices)} remote ones",
         )
 
 
@@ -221,7 +222,9 @@ class NixlPeers:
             InvalidMetadata: it is known already, or as `load`.
         """
         if name in self._peers:
-            raise InvalidMetadata("add peer", "the agent is known already; remove it first", name)
+            raise InvalidMetadata(
+                "add peer", "the agent is known already; remove it first", name
+            )
         if self._retained.get(name) == metadata:
             del self._retained[name]
         else:
@@ -240,12 +243,16 @@ class NixlPeers:
         """
         return self.check(operation, self._peers.get(peer), peer)
 
-    def check(self, operation: str, entry: NixlPeer | None, peer: PeerAgent) -> NixlPeer:
+    def check(
+        self, operation: str, entry: NixlPeer | None, peer: PeerAgent
+    ) -> NixlPeer:
         """As `get`, for an entry that was looked up before: a later peer of the same name is another one."""
         if entry is None or entry.removed:
             raise PeerLost(operation, "the peer was removed or never added", peer)
         if entry.lost is not None:
-            raise PeerLost(operation, f"the peer is known to be dead: {entry.lost}", peer)
+            raise PeerLost(
+                operation, f"the peer is known to be dead: {entry.lost}", peer
+            )
         return entry
 
     def remove(self, peer: PeerAgent) -> None:

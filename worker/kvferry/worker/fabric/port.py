@@ -78,7 +78,8 @@ class DescriptorRows:
         rows = self.rows
         if rows.ndim != 2 or rows.shape[1] != 5 or rows.dtype != np.int64:
             raise InvalidFabricRequest(
-                "describe rows", f"rows are {rows.dtype}{list(rows.shape)}; expected int64[R, 5]"
+                "describe rows",
+                f"rows are {rows.dtype}{list(rows.shape)}; expected int64[R, 5]",
             )
         if len(rows) == 0:
             raise InvalidFabricRequest("describe rows", "there are no rows")
@@ -265,7 +266,9 @@ class Fabric(Protocol):
         """
         ...
 
-    def prepare_remote(self, peer: PeerAgent, rows: DescriptorRows) -> RemoteDescriptors:
+    def prepare_remote(
+        self, peer: PeerAgent, rows: DescriptorRows
+    ) -> RemoteDescriptors:
         """Prepare a peer's memory.
 
         Raises:

@@ -156,7 +156,9 @@ class Reads:
         reader = self._reader
         begun_s = reader.clock()
         try:
-            transfer = reader.fabric.post_read(local, local_indices, remote, remote_indices)
+            transfer = reader.fabric.post_read(
+                local, local_indices, remote, remote_indices
+            )
         except (InvalidFabricRequest, PeerLost, FabricClosed):
             # Nothing was posted, or nothing more can be written: the table above.
             raise
@@ -180,7 +182,9 @@ class Reads:
         in_flight = list(transfers)
         while True:
             in_flight = [
-                transfer for transfer in in_flight if poll(transfer) is TransferState.IN_FLIGHT
+                transfer
+                for transfer in in_flight
+                if poll(transfer) is TransferState.IN_FLIGHT
             ]
             if not in_flight:
                 return
@@ -204,7 +208,9 @@ class Reads:
             if self._is_over(transfer, now_s):
                 self.finished(transfer)
         still_unconfirmed_s = [
-            raised_s for raised_s in self._unconfirmed_posts_s if now_s < raised_s + reader.grace_s
+            raised_s
+            for raised_s in self._unconfirmed_posts_s
+            if now_s < raised_s + reader.grace_s
         ]
         reader.graces_over += len(self._unconfirmed_posts_s) - len(still_unconfirmed_s)
         self._unconfirmed_posts_s = still_unconfirmed_s
@@ -225,5 +231,7 @@ class Reads:
         except Exception:  # noqa: BLE001 - shown, with its traceback
             # Memory that is out of use for ever is the lesser harm: a wrong "over" would let a read
             # write into blocks of another request.
-            internal_errors.log("a transfer's state is unknown; its memory stays out of use")
+            internal_errors.log(
+                "a transfer's state is unknown; its memory stays out of use"
+            )
             return False

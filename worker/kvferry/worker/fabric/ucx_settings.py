@@ -18,7 +18,9 @@ _SHARED_MEMORY = frozenset({"sm", "shm", "mm", "posix", "sysv", "xpmem"})
 _ALL_SHARED_MEMORY = frozenset({"sm", "shm", "mm"})
 _TCP = frozenset({"tcp"})
 _CUDA_IPC = frozenset({"cuda", "cuda_ipc"})
-_RDMA = frozenset({"ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5"})
+_RDMA = frozenset(
+    {"ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5"}
+)
 
 NO = frozenset({"n", "no", "off", "0"})
 """The words by which UCX switches a setting off."""
@@ -54,7 +56,9 @@ def ucx_defaults(environ: Mapping[str, str], *, has_cuda: bool) -> dict[str, str
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
-def _shared_memory_settings(environ: Mapping[str, str], *, has_tcp: bool) -> dict[str, str]:
+def _shared_memory_settings(
+    environ: Mapping[str, str], *, has_tcp: bool
+) -> dict[str, str]:
     wanted: dict[str, str] = {}
     # Messages within a host go over loopback TCP, UCX's default, although shared memory takes 5 µs
     # instead of 28: there, a process that is killed in the middle of a message, or stopped for

@@ -29,10 +29,14 @@ class LoadsByState:
             LocalProtocolError: it is not.
         """
         if load.state is not LoadState.WAITING:
-            raise LocalProtocolError(f"{load}: a new load is {load.state.name}; {load.story}")
+            raise LocalProtocolError(
+                f"{load}: a new load is {load.state.name}; {load.story}"
+            )
         self._loads[LoadState.WAITING][load] = None
 
-    def apply(self, load: Load, event: LoadEvent, now_s: float, wait: Wait | None = None) -> None:
+    def apply(
+        self, load: Load, event: LoadEvent, now_s: float, wait: Wait | None = None
+    ) -> None:
         """Let an event happen to a load: its state, its container and its story change together.
 
         Args:
@@ -48,7 +52,9 @@ class LoadsByState:
         except LocalProtocolError as error:
             raise LocalProtocolError(f"{error}; {load.story}") from None
         if (event is LoadEvent.PARK) != (wait is not None):
-            raise LocalProtocolError(f"{load}: only a load that parks has a wait; {load.story}")
+            raise LocalProtocolError(
+                f"{load}: only a load that parks has a wait; {load.story}"
+            )
         del self._loads[before][load]
         if load.wait is not None:
             del self._by_wait[load.wait]

@@ -127,7 +127,10 @@ class DataReads:
         """Read the sources that the plan stages, wave by wave."""
         staging = self._context.staging
         sources = [
-            (source, source_units(source.table.source, units[source.table.source.tokens]))
+            (
+                source,
+                source_units(source.table.source, units[source.table.source.tokens]),
+            )
             for route in peer.routes
             for source in route.sources
         ]
@@ -135,7 +138,9 @@ class DataReads:
             return
         # With the boot: what an engine's former life has left in quarantine is not this one's share of the pool.
         peer_name = f"{peer.key}/{peer.key.boot}"
-        self._staged = StagedReads(self._context.reader, staging, self._record, peer_name)
+        self._staged = StagedReads(
+            self._context.reader, staging, self._record, peer_name
+        )
         yield from self._staged.steps(sources)
 
     def _finish(self, transfers: list[Transfer]) -> Steps:

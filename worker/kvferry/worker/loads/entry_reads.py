@@ -62,7 +62,9 @@ class EntryRead:
                 continue
             into = entries[first : first + count]
             first += count
-            transfer = reads.post(self.buffer.descriptors, into, source.descriptors, self.wanted)
+            transfer = reads.post(
+                self.buffer.descriptors, into, source.descriptors, self.wanted
+            )
             self.transfers.append(transfer)
 
     def values(self) -> NDArray[Any]:
@@ -74,6 +76,8 @@ class EntryRead:
             if source.mapped is not None:
                 columns.append(source.mapped[self.wanted])
                 continue
-            columns.append(self.buffer.memory[list(self.entries[first : first + count])])
+            columns.append(
+                self.buffer.memory[list(self.entries[first : first + count])]
+            )
             first += count
         return np.stack(columns, axis=1)

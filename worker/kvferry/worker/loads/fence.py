@@ -46,7 +46,11 @@ class LeaseFence:
     )
 
     def __init__(
-        self, source: RemotePrefill, lease_reads: LeaseReads, progress: Progress, ordered_s: float
+        self,
+        source: RemotePrefill,
+        lease_reads: LeaseReads,
+        progress: Progress,
+        ordered_s: float,
     ) -> None:
         self.epoch: Epoch = epoch_from_text(source.kvferry.lease_epoch)
         self.read_s = -math.inf
@@ -76,7 +80,9 @@ class LeaseFence:
             # Both legs of a request may arrive at once, so the slot may not be open yet. The time is judged by when
             # the reading began: a slot that opened while this process stood still is found open.
             if not may_be_unopened or self.read_s >= self.opens_until_s:
-                raise LoadFailed(FailureReason.FENCE, "the lease had ended before the read")
+                raise LoadFailed(
+                    FailureReason.FENCE, "the lease had ended before the read"
+                )
             words = yield from self.wait_for_change(peer, words, self.opens_until_s)
 
     def check_after(self, peer: Peer) -> Steps:

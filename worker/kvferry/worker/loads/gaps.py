@@ -32,7 +32,9 @@ class Gap(NamedTuple):
 
 
 def gaps(
-    units: Mapping[TokenMap, UnitPairs], groups: Sequence[CacheGroup], request: RequestBlocks
+    units: Mapping[TokenMap, UnitPairs],
+    groups: Sequence[CacheGroup],
+    request: RequestBlocks,
 ) -> Iterator[Gap]:
     """The slots of loaded blocks that hold no token of the request.
 
@@ -72,7 +74,9 @@ def _first_loaded_slots(
     return first_slots
 
 
-def _kernel_block(slot: int, ids: Sequence[int], group: CacheGroup, side: TokenSide) -> int:
+def _kernel_block(
+    slot: int, ids: Sequence[int], group: CacheGroup, side: TokenSide
+) -> int:
     """The kernel block of a local slot of a request. A scheduler's block is several of them."""
     scheduler_block, slot_in_block = divmod(slot, group.block_tokens)
     kernel_blocks = group.block_tokens // side.block_tokens

@@ -40,7 +40,12 @@ class LeaseReads:
     )
 
     def __init__(
-        self, reads: Reads, slot_reads: SlotReads, id_pages: IdPages, slot: int, peer: str
+        self,
+        reads: Reads,
+        slot_reads: SlotReads,
+        id_pages: IdPages,
+        slot: int,
+        peer: str,
     ) -> None:
         self.entries: tuple[int, ...] = ()
         self.pages: tuple[int, ...] = ()
@@ -71,7 +76,9 @@ class LeaseReads:
         Raises:
             FabricError: a read failed.
         """
-        return (yield from self._pairs([route.slots for route in peer.routes], self._slot))
+        return (
+            yield from self._pairs([route.slots for route in peer.routes], self._slot)
+        )
 
     def headers(
         self, peer_rows: Sequence[PreparedRows], row: int
@@ -111,7 +118,9 @@ class LeaseReads:
         `slots` or after `give_back`."""
         if self.entries and route.slots.mapped is None:
             wanted = np.array([self._slot], dtype=np.int32)
-            EntryRead([route.slots], wanted, self._slot_reads, self.entries[:1]).post(self._reads)
+            EntryRead([route.slots], wanted, self._slot_reads, self.entries[:1]).post(
+                self._reads
+            )
 
     def _pairs(
         self, sources: Sequence[RemoteEntries], index: int
@@ -127,7 +136,9 @@ class LeaseReads:
         yield from self._finish(read)
         return tuple((state, progress) for state, progress in read.values()[0].tolist())
 
-    def _take(self, buffer: EntryBuffer, count: int) -> Generator[None, None, tuple[int, ...]]:
+    def _take(
+        self, buffer: EntryBuffer, count: int
+    ) -> Generator[None, None, tuple[int, ...]]:
         """Take entries of a buffer, when there are enough."""
         taken = buffer.try_take(count, self._peer)
         while taken is None:

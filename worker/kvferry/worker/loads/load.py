@@ -29,7 +29,13 @@ from kvferry.worker.loads.data_reads import DataReads
 from kvferry.worker.loads.deadline import Deadline, Progress
 from kvferry.worker.loads.fence import LeaseFence
 from kvferry.worker.loads.lease_reads import LeaseReads
-from kvferry.worker.loads.reading import LoadParts, Reading, StreamedRead, Units, WholeRead
+from kvferry.worker.loads.reading import (
+    LoadParts,
+    Reading,
+    StreamedRead,
+    Units,
+    WholeRead,
+)
 from kvferry.worker.loads.record import LoadRecord, Stage
 from kvferry.worker.loads.slot_polls import Wait
 from kvferry.worker.loads.state import LoadState, LoadStory
@@ -95,7 +101,9 @@ class Load:
             slot=source.kvferry.lease_slot,
             peer=str(self.record.source),
         )
-        self.fence = LeaseFence(source, self.lease_reads, self._progress, self.record.ordered_s)
+        self.fence = LeaseFence(
+            source, self.lease_reads, self._progress, self.record.ordered_s
+        )
         self.data = DataReads(context, self.reads, self.record, self._progress)
         parts = LoadParts(
             order=self.order,
@@ -216,7 +224,9 @@ class Load:
                 expected=route.route.expected,
             )
             try:
-                self.context.reader.fabric.notify(route.agent, encode_notification(message))
+                self.context.reader.fabric.notify(
+                    route.agent, encode_notification(message)
+                )
                 # A read is posted behind each message: over TCP, NIXL completes the peer's next read only after the
                 # answer to the message. This read absorbs the wait, which would cost the next load 0.2 ms (measured
                 # over loopback).
@@ -225,7 +235,9 @@ class Load:
             except FabricError:
                 self.undelivered += 1
             except Exception:  # noqa: BLE001 - shown, with its traceback
-                internal_errors.log(f"{self}: the load is good, but a producer was not notified")
+                internal_errors.log(
+                    f"{self}: the load is good, but a producer was not notified"
+                )
                 self.undelivered += 1
 
     def _connect_peer(self) -> Generator[None, None, Peer]:
@@ -264,7 +276,9 @@ class Load:
         # NIXL would refuse the index too, but its error names no field of the params.
         slot = source.kvferry.lease_slot
         if any(slot >= len(route.slots) for route in peer.routes):
-            raise LoadFailed(FailureReason.PARAMS, f"lease_slot is {slot}; the producer has fewer")
+            raise LoadFailed(
+                FailureReason.PARAMS, f"lease_slot is {slot}; the producer has fewer"
+            )
 
     def _zero_tail(self, units: Units) -> None:
         """Begin to zero what the blocks hold beside the request."""

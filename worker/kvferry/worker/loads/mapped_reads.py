@@ -47,7 +47,9 @@ class MappedReads:
                 self._record.mapped_bytes += num_bytes
                 self.changes += 1
 
-    def _launch(self, relayout: Relayout, table: WaveTable) -> Generator[None, None, None]:
+    def _launch(
+        self, relayout: Relayout, table: WaveTable
+    ) -> Generator[None, None, None]:
         self._relayout = relayout
         try:
             self._mark = relayout.try_start(table)

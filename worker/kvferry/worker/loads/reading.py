@@ -67,7 +67,9 @@ class LoadParts:
     record: LoadRecord
     progress: Progress
 
-    def pair_units(self, peer: Peer, blocks: RequestBlocks, wanted: Wanted = every) -> Units:
+    def pair_units(
+        self, peer: Peer, blocks: RequestBlocks, wanted: Wanted = every
+    ) -> Units:
         """The units of these blocks on both sides.
 
         Raises:
@@ -135,14 +137,20 @@ class StreamedRead:
 
     @property
     def blocks(self) -> RequestBlocks:
-        return self._blocks_of(self._parts.order.first_token, self._parts.order.stop_token)
+        return self._blocks_of(
+            self._parts.order.first_token, self._parts.order.stop_token
+        )
 
     def prepare(self, peer: Peer) -> None:
         # Ticket and description are the producer's word: a row that it does not have is refused before any read.
         self._rows = [route.rows for route in peer.routes if route.rows is not None]
         every_route_has_rows = len(self._rows) == len(peer.routes)
-        if not every_route_has_rows or any(self._row >= rows.rows.rows for rows in self._rows):
-            text = f"stream_row is {self._row}; a worker of the producer has no such row"
+        if not every_route_has_rows or any(
+            self._row >= rows.rows.rows for rows in self._rows
+        ):
+            text = (
+                f"stream_row is {self._row}; a worker of the producer has no such row"
+            )
             raise LoadFailed(FailureReason.PARAMS, text)
         if not self._rows:
             return
@@ -173,7 +181,9 @@ class StreamedRead:
         # Slots and rows may say anything, and change at any time; a producer that changes them for ever is ended by the
         # load's longest deadline.
         while True:
-            complete = complete_tokens(words, fence.epoch, order.source.remote_num_tokens)
+            complete = complete_tokens(
+                words, fence.epoch, order.source.remote_num_tokens
+            )
             if complete is None:
                 may_open_late = not has_opened and fence.read_s < fence.opens_until_s
                 if (yield from self._follow_epoch(words, may_open_late=may_open_late)):
@@ -195,7 +205,9 @@ class StreamedRead:
             has_new_tokens = stop > done and listed.grows
             has_ends = is_ready and listed.has_ends
             if has_new_tokens or has_ends:
-                units = yield from self._read_chunk(peer, listed, done, held, is_ready=is_ready)
+                units = yield from self._read_chunk(
+                    peer, listed, done, held, is_ready=is_ready
+                )
                 is_one_chunk = done == order.first_token
                 done = stop
             if is_ready:
@@ -221,7 +233,13 @@ class StreamedRead:
         )
 
     def _read_chunk(
-        self, peer: Peer, listed: StreamedBlocks, first_token: int, held: int, *, is_ready: bool
+        self,
+        peer: Peer,
+        listed: StreamedBlocks,
+        first_token: int,
+        held: int,
+        *,
+        is_ready: bool,
     ) -> ReadSteps:
         """Read the block ids that are new, and then the tokens from `first_token` on.
 
@@ -268,7 +286,9 @@ class StreamedRead:
             FabricError: the headers cannot be read.
         """
         fence = self._parts.fence
-        origin = header_word(epoch_from_text(self._parts.order.source.kvferry.lease_epoch))
+        origin = header_word(
+            epoch_from_text(self._parts.order.source.kvferry.lease_epoch)
+        )
         headers = yield from self._parts.lease_reads.headers(self._rows, self._row)
         is_another_lease = any(header_origin != origin for header_origin, _ in headers)
         has_empty_slot = any(state == EMPTY for state, _ in words)

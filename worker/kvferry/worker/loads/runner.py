@@ -92,7 +92,9 @@ class LoadRunner:
         self._in_use: frozenset[PeerKey] | None = None
         self._clock = AwakeClock(LONGEST_TURN_S)
 
-    def add(self, order: LoadOrder, mark: DeviceMark, ordered_s: float, boot: str) -> None:
+    def add(
+        self, order: LoadOrder, mark: DeviceMark, ordered_s: float, boot: str
+    ) -> None:
         """Queue a load of this boot of the engine; it runs when it is its turn."""
         record = LoadRecord(
             request_id=order.request_id,
@@ -118,7 +120,9 @@ class LoadRunner:
         # Without this an aborted load went on to its end, and the producer decided when that was: beside one whose slot
         # stayed COMPUTING, 3 of 63 blocks were free 40 s after the aborts.
         wanted = frozenset(request_ids)
-        cancelled = [load for load in self.loads.of(*MAY_FAIL) if load.order.request_id in wanted]
+        cancelled = [
+            load for load in self.loads.of(*MAY_FAIL) if load.order.request_id in wanted
+        ]
         contacts: set[PeerKey] = set()
         for load in cancelled:
             has_begun = load.state is not LoadState.WAITING
@@ -128,7 +132,9 @@ class LoadRunner:
         if contacts:
             # Handshakes have limits per host: those that only aborted requests had wanted kept a host's other engines
             # waiting for 40 s, where 32 ports of it drop packets.
-            still_wanted = {load.record.source for load in self._running if load.is_connecting}
+            still_wanted = {
+                load.record.source for load in self._running if load.is_connecting
+            }
             self._context.registry.withdraw(contacts - still_wanted)
         self._in_use = None
 
@@ -377,7 +383,9 @@ class LoadRunner:
             # Reads of aborted loads are expected to end soon, so those are not counted.
             if reason is not FailureReason.ABORTED:
                 results.counts["quarantined_loads"] += 1
-                results.counts["quarantined_blocks"] += sum(map(len, load.order.local_blocks))
+                results.counts["quarantined_blocks"] += sum(
+                    map(len, load.order.local_blocks)
+                )
 
     def _log_failure(
         self, load: Load, reason: FailureReason, detail: str, *, is_safe: bool

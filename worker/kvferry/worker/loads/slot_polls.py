@@ -114,7 +114,9 @@ class WaitBatch:
         over: list[Wait] = []
         for index in np.flatnonzero(is_over).tolist():
             wait = self.waits[index]
-            wait.words = tuple((state, progress) for state, progress in words[index].tolist())
+            wait.words = tuple(
+                (state, progress) for state, progress in words[index].tolist()
+            )
             wait.read_s = begun_s
             over.append(wait)
         return over

@@ -86,7 +86,9 @@ class SlotWatch:
         watched = self._watched.get(wait.peer)
         # After a pause of the producer its former steps say nothing about the next one.
         if watched is None or not watched.is_recent(now_s):
-            watched = _WatchedPeer(wait.peer, PollSchedule(changed_s=now_s, due_s=now_s))
+            watched = _WatchedPeer(
+                wait.peer, PollSchedule(changed_s=now_s, due_s=now_s)
+            )
             self._watched[wait.peer] = watched
         elif not watched.waits:
             watched.schedule.begin(now_s)
@@ -113,7 +115,11 @@ class SlotWatch:
 
     def next_s(self) -> float | None:
         """When the next poll is due; None without waits."""
-        due_s = (watched.schedule.due_s for watched in self._watched.values() if watched.waits)
+        due_s = (
+            watched.schedule.due_s
+            for watched in self._watched.values()
+            if watched.waits
+        )
         return min(due_s, default=None)
 
     def step(self, now_s: float) -> tuple[list[Wait], bool]:
@@ -156,7 +162,9 @@ class SlotWatch:
         return over
 
     def _is_in_flight(self, poll: SlotPoll) -> bool:
-        states = [self._reader.fabric.poll(transfer) for transfer in poll.read.transfers]
+        states = [
+            self._reader.fabric.poll(transfer) for transfer in poll.read.transfers
+        ]
         return TransferState.IN_FLIGHT in states
 
     def _begin(self, watched: _WatchedPeer, now_s: float) -> None:

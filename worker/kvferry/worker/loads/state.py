@@ -96,7 +96,10 @@ class LoadStory:
         events += [(at_s, event.value) for event, at_s in self._events]
         # By time alone: a stage that ends with a transition stands before it.
         events.sort(key=lambda event: event[0])
-        parts = [f"{text} {(at_s - self._record.ordered_s) * 1e3:.1f} ms" for at_s, text in events]
+        parts = [
+            f"{text} {(at_s - self._record.ordered_s) * 1e3:.1f} ms"
+            for at_s, text in events
+        ]
         if self._forgotten:
             parts.insert(0, f"{self._forgotten} earlier events")
         return ", ".join(parts) or "no event since its order"

@@ -51,8 +51,12 @@ class StreamedBlocks:
         if row >= rows.rows:
             raise InvalidParams("kvferry.stream_row", row, f"a row below {rows.rows}")
         if len(rows.blocks) != len(groups):
-            raise InvalidParams("kvferry.stream_row", row, f"{len(rows.blocks)} cache groups")
-        self._growing = {index for index, group in enumerate(groups) if group.holds_every_token}
+            raise InvalidParams(
+                "kvferry.stream_row", row, f"{len(rows.blocks)} cache groups"
+            )
+        self._growing = {
+            index for index, group in enumerate(groups) if group.holds_every_token
+        }
         counts = self._counts(num_tokens, is_ready=True)
         if any(count > room for count, room in zip(counts, rows.blocks, strict=True)):
             raise InvalidParams(
@@ -92,7 +96,9 @@ class StreamedBlocks:
             pages.update(_pages(begin, stop))
         return sorted(pages)
 
-    def take(self, held: int, pages: Mapping[int, np.ndarray], *, is_ready: bool) -> None:
+    def take(
+        self, held: int, pages: Mapping[int, np.ndarray], *, is_ready: bool
+    ) -> None:
         """Take the ids of the blocks of `held` tokens from the `missing` pages."""
         for group, (begin, stop) in enumerate(self._bounds(held, is_ready=is_ready)):
             if begin >= stop:
@@ -106,7 +112,9 @@ class StreamedBlocks:
     def ids(self, held: int) -> list[list[int]]:
         """Per cache group the blocks of `held` tokens, as far as they have been taken."""
         counts = self._counts(held, is_ready=True)
-        return [ids[:count].tolist() for ids, count in zip(self._ids, counts, strict=True)]
+        return [
+            ids[:count].tolist() for ids, count in zip(self._ids, counts, strict=True)
+        ]
 
     def _bounds(self, held: int, *, is_ready: bool) -> list[tuple[int, int]]:
         """Per cache group the part `[begin, stop)` of the row that lists blocks that have not been taken."""
@@ -161,6 +169,8 @@ def _spans(plan: TransferPlan, groups: Sequence[CacheGroup]) -> dict[int, int]:
             # A row lists the ids of a group once, for all its tensors.
             if spans.setdefault(group, span) != span:
                 raise InvalidParams(
-                    "kvferry.stream_row", span, f"blocks of {spans[group]} tokens in all tensors"
+                    "kvferry.stream_row",
+                    span,
+                    f"blocks of {spans[group]} tokens in all tensors",
                 )
     return spans

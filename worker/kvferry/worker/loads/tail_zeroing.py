@@ -63,7 +63,11 @@ class TailZeroing:
     def __init__(self, caches: KvCaches) -> None:
         self._device = caches.device
         self._relayout: Relayout | None = None
-        divisible = [tensor for tensor in caches.tensors if tensor.tiles > 1 and len(tensor.heads)]
+        divisible = [
+            tensor
+            for tensor in caches.tensors
+            if tensor.tiles > 1 and len(tensor.heads)
+        ]
         if caches.device.where.type == "cpu":
             self._cells: dict[_Tiles, list[NDArray[np.uint8]]] = {}
             for tensor in divisible:
@@ -78,7 +82,9 @@ class TailZeroing:
         groups = {tiles.group for tiles in self._tiles}
         whole_blocks = [Gap(group, 0, 0, _WHOLE_BLOCK) for group in groups]
         largest = self._table(whole_blocks * GAPS_PER_GROUP)
-        self._relayout = relayout_for([self._zeros], caches.storages, caches.device, largest)
+        self._relayout = relayout_for(
+            [self._zeros], caches.storages, caches.device, largest
+        )
 
     def mark(self) -> DeviceMark:
         """A mark that is reached when everything that `zero` has launched so far is done."""
@@ -106,7 +112,9 @@ class TailZeroing:
             return self._zero_on_device(self._relayout, unfilled)
         return self._zero_on_host(unfilled)
 
-    def _zero_on_device(self, relayout: Relayout, unfilled: Sequence[Gap]) -> DeviceMark | None:
+    def _zero_on_device(
+        self, relayout: Relayout, unfilled: Sequence[Gap]
+    ) -> DeviceMark | None:
         table = self._table(unfilled)
         if not len(table.units):
             return None
@@ -132,7 +140,9 @@ class TailZeroing:
         kinds: dict[tuple[_Tiles, Shape], int] = {}
         rows: list[tuple[int, int, int, int]] = []
         for tensor in tensors:
-            kind = kinds.setdefault((_Tiles.of_tensor(tensor), _shape(tensor)), len(kinds))
+            kind = kinds.setdefault(
+                (_Tiles.of_tensor(tensor), _shape(tensor)), len(kinds)
+            )
             rows.append((self._zeros.data_ptr(), tensor.base, kind, 0))
         tiles = [tiles for tiles, _ in kinds]
         shapes = tuple(shape for _, shape in kinds)
@@ -178,7 +188,9 @@ def _shape(tensor: PagedTensor) -> Shape:
         CopyAxis(elements, 0, tensor.element_stride),
     ]
     unit_stride = (tensor.block_stride, tensor.tile_stride)
-    return Shape.from_axes(axes, _element_bytes(tensor), destination_unit_stride=unit_stride)
+    return Shape.from_axes(
+        axes, _element_bytes(tensor), destination_unit_stride=unit_stride
+    )
 
 
 def _cells(tensor: PagedTensor, storages: Sequence[torch.Tensor]) -> NDArray[np.uint8]:
@@ -199,8 +211,14 @@ def _cells(tensor: PagedTensor, storages: Sequence[torch.Tensor]) -> NDArray[np.
         1,
     )
     for storage in storages:
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage.untyped_storage()).numpy()
+        memory = (
+            torch.empty(0, dtype=torch.uint8).set_(storage.untyped_storage()).numpy()
+        )
         offset = tensor.base - memory.ctypes.data
         if 0 <= offset < len(memory):
-            return np.ndarray(counts, dtype=np.uint8, buffer=memory, offset=offset, strides=strides)
-    raise ValueError(f"{tensor.layer}/{tensor.kind} lies in none of the registered allocations")
+            return np.ndarray(
+                counts, dtype=np.uint8, buffer=memory, offset=offset, strides=strides
+            )
+    raise ValueError(
+        f"{tensor.layer}/{tensor.kind} lies in none of the registered allocations"
+    )

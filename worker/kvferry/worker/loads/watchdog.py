@@ -108,5 +108,6 @@ class LoadWatchdog:
             results.failed[request_id] = FailureReason.DEADLINE
             results.counts["quarantined_loads"] += 1
             logger.error(
-                "req=%s load failed (deadline): the transfer thread is stuck in a call", request_id
+                "req=%s load failed (deadline): the transfer thread is stuck in a call",
+                request_id,
             )

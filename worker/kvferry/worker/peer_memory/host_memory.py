@@ -27,9 +27,9 @@ class _Maps:
 
     def __init__(self) -> None:
         # The name of a file is random and never used again, so that nothing else is ever found under its key.
-        self._by_file: WeakValueDictionary[tuple[int, SharedAllocation], NDArray[np.uint8]] = (
-            WeakValueDictionary()
-        )
+        self._by_file: WeakValueDictionary[
+            tuple[int, SharedAllocation], NDArray[np.uint8]
+        ] = WeakValueDictionary()
 
     def get(self, pid: int, allocation: SharedAllocation) -> NDArray[np.uint8]:
         """The map that there is of a file, or a new one.
@@ -47,7 +47,9 @@ class _Maps:
 class OpenedFileMemory:
     """The files of one process. See `OpenedMemory`."""
 
-    def __init__(self, pid: int, maps: _Maps, allocations: Sequence[SharedAllocation]) -> None:
+    def __init__(
+        self, pid: int, maps: _Maps, allocations: Sequence[SharedAllocation]
+    ) -> None:
         self._pidfd = -1
         # Before anything is opened: a number that is used again later is not taken for this process.
         try:
@@ -114,7 +116,9 @@ class FileMemory:
                 "the producer is in another PID namespace: start both containers with --pid=host, or hostPID"
             )
         if not shared.allocations:
-            raise NotMappable(f"the producer's memory cannot be shared: {shared.why_not}")
+            raise NotMappable(
+                f"the producer's memory cannot be shared: {shared.why_not}"
+            )
         return OpenedFileMemory(shared.pid, self._maps, shared.allocations)
 
 

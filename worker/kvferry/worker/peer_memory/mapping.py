@@ -42,18 +42,23 @@ class WorkerMapping:
         if shared is None:
             raise NotMappable("the producer shares no memory (mapped_reads)")
         if any(allocation.num_bytes < PROOF_BYTES for allocation in shared.allocations):
-            raise NotMappable(f"an allocation of less than {PROOF_BYTES} bytes has no proof")
+            raise NotMappable(
+                f"an allocation of less than {PROOF_BYTES} bytes has no proof"
+            )
         if not KEEPS_ORDER:
             raise NotMappable(f"loads of {platform.machine()} are not ordered")
         self._opened = peer_memory.open(shared)
         self._described = shared.allocations
         self._starts = sorted(
-            (allocation.address, number) for number, allocation in enumerate(shared.allocations)
+            (allocation.address, number)
+            for number, allocation in enumerate(shared.allocations)
         )
         self.allocations = self._opened.allocations
         # Words are aligned: none is ever loaded half old and half new.
         table = worker.lease_table
-        self.slots = self._entries("the lease table", table.address, table.slots, (2, np.uint64))
+        self.slots = self._entries(
+            "the lease table", table.address, table.slots, (2, np.uint64)
+        )
         self.row_headers: NDArray[np.uint64] | None = None
         self.row_pages: NDArray[np.uint32] | None = None
         rows = worker.stream_rows
@@ -68,7 +73,9 @@ class WorkerMapping:
         for tensor in worker.tensors:
             last_block = (tensor.blocks - 1) * tensor.block_stride
             self._offset(
-                f"{tensor.layer}/{tensor.kind}", tensor.base, last_block + tensor.block_extent
+                f"{tensor.layer}/{tensor.kind}",
+                tensor.base,
+                last_block + tensor.block_extent,
             )
 
     def close(self) -> None:
@@ -93,7 +100,9 @@ class WorkerMapping:
 
         The first contact reads them over NIXL too: equal ones show that both ways lead to the same memory.
         """
-        proofs = [allocation[-PROOF_BYTES:].view(np.uint64) for allocation in self.allocations]
+        proofs = [
+            allocation[-PROOF_BYTES:].view(np.uint64) for allocation in self.allocations
+        ]
         return np.array(proofs, dtype=np.uint64).reshape(-1, 2)
 
     def proof_addresses(self) -> list[int]:
@@ -128,9 +137,14 @@ class WorkerMapping:
 
     def _offset(self, name: str, address: int, num_bytes: int) -> tuple[int, int]:
         """The number of the allocation in which so many bytes lie, and where in it."""
-        position = bisect.bisect_right(self._starts, (address, len(self._described))) - 1
+        position = (
+            bisect.bisect_right(self._starts, (address, len(self._described))) - 1
+        )
         if position >= 0:
             start, number = self._starts[position]
-            if address + num_bytes <= start + self._described[number].num_bytes - PROOF_BYTES:
+            if (
+                address + num_bytes
+                <= start + self._described[number].num_bytes - PROOF_BYTES
+            ):
                 return number, address - start
         raise NotMappable(f"{name}: in none of the allocations that are shared")

@@ -79,7 +79,10 @@ class SharedFile:
     def allocation(self) -> SharedAllocation:
         """The file, for the description of its worker."""
         return SharedAllocation(
-            address=self.address, num_bytes=self.num_bytes, fd=self._descriptor, name=self._name
+            address=self.address,
+            num_bytes=self.num_bytes,
+            fd=self._descriptor,
+            name=self._name,
         )
 
 
@@ -101,7 +104,9 @@ def map_shared(pid: int, allocation: SharedAllocation) -> NDArray[np.uint8]:
         raise NotMappable(f"{path} cannot be opened: {error.strerror}") from None
     try:
         _check_file(fd, path, expected, allocation.num_bytes)
-        mapped = mmap.mmap(fd, allocation.num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        mapped = mmap.mmap(
+            fd, allocation.num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ
+        )
     except OSError as error:
         raise NotMappable(f"{path} cannot be mapped: {error.strerror}") from None
     finally:
@@ -122,9 +127,13 @@ def _check_file(fd: int, path: str, expected: str, num_bytes: int) -> None:
         raise NotMappable(f"{path} was {target!r} when it was opened, not {expected!r}")
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if not seals & fcntl.F_SEAL_SHRINK:
-        raise NotMappable(f"{path} is not sealed against shrinking: reading it could be SIGBUS")
+        raise NotMappable(
+            f"{path} is not sealed against shrinking: reading it could be SIGBUS"
+        )
     if status.st_size != num_bytes:
-        raise NotMappable(f"{path} has {status.st_size} bytes; described as {num_bytes}")
+        raise NotMappable(
+            f"{path} has {status.st_size} bytes; described as {num_bytes}"
+        )
 
 
 def _file_name(name: str) -> str:

@@ -40,7 +40,9 @@ class FirstContact:
         link: to the producers' side channels.
     """
 
-    def __init__(self, engine: EngineDescription, costs: Costs, settings: WorkerSettings) -> None:
+    def __init__(
+        self, engine: EngineDescription, costs: Costs, settings: WorkerSettings
+    ) -> None:
         self._engine = engine
         self._costs = costs
         self.settings = settings
@@ -73,7 +75,9 @@ class FirstContact:
             with contextlib.suppress(PlanRefused, InvalidMessage):
                 self._plans.plan(twin)
         except Exception:  # noqa: BLE001 - shown, with its traceback
-            internal_errors.log("a first contact could not be prepared; the engine starts without")
+            internal_errors.log(
+                "a first contact could not be prepared; the engine starts without"
+            )
 
     def begin(self, key: PeerKey, on_end: OnHandshakeEnd) -> None:
         """Begin the handshake with a producer; `on_end` is called once, on another thread. Never waits."""
@@ -106,13 +110,19 @@ class FirstContact:
             raise HandshakeFailed(f"no thread to plan the transfer: {error}") from None
         return await planned
 
-    def _plan(self, key: PeerKey, frame: bytes) -> tuple[EngineDescription, TransferPlan]:
+    def _plan(
+        self, key: PeerKey, frame: bytes
+    ) -> tuple[EngineDescription, TransferPlan]:
         description = read_description(frame, key.host, key.port)
         if description.engine_id != key.engine_id:
             where = host_port(key.host, key.port)
-            raise PeerRefused(f"{where} is engine {description.engine_id}, not {key.engine_id}")
+            raise PeerRefused(
+                f"{where} is engine {description.engine_id}, not {key.engine_id}"
+            )
         if description.boot != key.boot:
-            raise PeerRefused(f"engine {key.engine_id} has restarted since it wrote these params")
+            raise PeerRefused(
+                f"engine {key.engine_id} has restarted since it wrote these params"
+            )
         mappable: frozenset[int] = frozenset()
         if self.settings.mapped_reads:
             mappable = frozenset(

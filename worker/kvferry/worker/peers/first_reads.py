@@ -19,7 +19,12 @@ from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import EMPTY
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.entry_buffers import SlotReads
-from kvferry.worker.fabric.port import Indices, RemoteDescriptors, Transfer, TransferState
+from kvferry.worker.fabric.port import (
+    Indices,
+    RemoteDescriptors,
+    Transfer,
+    TransferState,
+)
 from kvferry.worker.fabric.reads import FabricReader, Reads
 from kvferry.worker.peer_memory.port import PeerMemory
 from kvferry.worker.peers.peer import Peer, PeerKey, connect, disconnect
@@ -163,7 +168,9 @@ class FirstReads:
                     if awake_s < first_read.begun_s + self.timeout_s:
                         continue
                     # A frozen peer is never reported by NIXL: the deadline is ours.
-                    error = HandshakeFailed(f"the first read took longer than {self.timeout_s:g} s")
+                    error = HandshakeFailed(
+                        f"the first read took longer than {self.timeout_s:g} s"
+                    )
             except Exception as failed:  # noqa: BLE001 - handled by the caller
                 error = failed
             del self._under_way[first_read.peer.key]
@@ -187,7 +194,9 @@ class FirstReads:
         wanted: Indices,
     ) -> None:
         local = np.array(entries, dtype=np.int32)
-        transfer = first_read.reads.post(self._slot_reads.descriptors, local, remote, wanted)
+        transfer = first_read.reads.post(
+            self._slot_reads.descriptors, local, remote, wanted
+        )
         first_read.transfers.append(transfer)
 
     def _is_done(self, first_read: FirstRead) -> bool:
@@ -197,7 +206,9 @@ class FirstReads:
             HandshakeFailed: what is mapped is not the memory that the fabric reads.
         """
         # Each is polled, whatever the others are: a transfer is sure to advance only if polled.
-        states = [self.reader.fabric.poll(transfer) for transfer in first_read.transfers]
+        states = [
+            self.reader.fabric.poll(transfer) for transfer in first_read.transfers
+        ]
         if not all(state is TransferState.DONE for state in states):
             return False
         peer = first_read.peer

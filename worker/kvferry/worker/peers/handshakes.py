@@ -121,7 +121,9 @@ class Handshakes:
         self._begin_one = begin
         self._wake = wake
         # Filled by other threads; everything else belongs to the one thread.
-        self._arrived: queue.SimpleQueue[tuple[PeerKey, HandshakeResult]] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[PeerKey, HandshakeResult]] = (
+            queue.SimpleQueue()
+        )
         self._results: dict[PeerKey, HandshakeResult] = {}
         # In the order in which they begin.
         self._wanted: dict[PeerKey, _WantedHandshake] = {}
@@ -217,18 +219,24 @@ class Handshakes:
 
     def close(self) -> None:
         """Begin no further handshake. Those under way end by themselves; their results are dropped."""
-        self._wanted = {key: wanted for key, wanted in self._wanted.items() if wanted.is_under_way}
+        self._wanted = {
+            key: wanted for key, wanted in self._wanted.items() if wanted.is_under_way
+        }
 
     def _why_full(self, host: str, limits: HandshakeLimits) -> str | None:
         """Why no engine of this host can be added; None when one can."""
         hosts = [
-            _counted_host(key) for key, wanted in self._wanted.items() if wanted.limits is limits
+            _counted_host(key)
+            for key, wanted in self._wanted.items()
+            if wanted.limits is limits
         ]
         if len(hosts) >= limits.wanted:
             return f"{len(hosts)} other engines have not answered yet"
         of_host = hosts.count(host)
         is_unverified = host not in self._answered
-        exceeds_its_limit = is_unverified and of_host >= limits.wanted_of_unverified_host
+        exceeds_its_limit = (
+            is_unverified and of_host >= limits.wanted_of_unverified_host
+        )
         # No host gets more places than are free, verified or not. A host that has answered, of
         # which 256 ports were named, most of them closed, had all places; no other engine was
         # connected until they had failed.

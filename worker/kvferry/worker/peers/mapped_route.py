@@ -56,7 +56,11 @@ class MappedRoute:
 
     @classmethod
     def from_plan(
-        cls, route: Route, mapping: WorkerMapping, proofs: RemoteDescriptors, caches: KvCaches
+        cls,
+        route: Route,
+        mapping: WorkerMapping,
+        proofs: RemoteDescriptors,
+        caches: KvCaches,
     ) -> MappedRoute:
         """Prepare what the plan reads from this worker.
 
@@ -69,11 +73,15 @@ class MappedRoute:
         rows: list[tuple[int, int, int, int]] = []
         scales: list[tuple[float, float]] = []
         for number, bundle in enumerate(route.bundles):
-            bases = [(local, mapping.address_of(remote)) for local, remote in bundle.bases]
+            bases = [
+                (local, mapping.address_of(remote)) for local, remote in bundle.bases
+            ]
             axis = _axis_of_bases(bundle, bases, sources, destinations)
             shapes.append(_shape(bundle, axis))
             # With an axis of its own every base is a step from the first one.
-            for index, (local, remote) in enumerate(bases if axis is None else [min(bases)]):
+            for index, (local, remote) in enumerate(
+                bases if axis is None else [min(bases)]
+            ):
                 rows.append((remote, local, number, len(scales)))
                 scales.append(_scales(bundle, index))
         pieces = Pieces(
@@ -90,7 +98,9 @@ class MappedRoute:
             unit_bytes=tuple(bundle.unit_bytes for bundle in route.bundles),
         )
 
-    def tables(self, units: Mapping[TokenMap, UnitPairs]) -> Iterator[tuple[WaveTable, int]]:
+    def tables(
+        self, units: Mapping[TokenMap, UnitPairs]
+    ) -> Iterator[tuple[WaveTable, int]]:
         """The copies of a request, launch by launch, each with its bytes on the producer."""
         for tokens in dict.fromkeys(self.tokens):
             pairs = units.get(tokens)
@@ -105,16 +115,22 @@ class MappedRoute:
             rows: NDArray[np.int32] = np.stack(columns, axis=1).astype(np.int32)
             unit_bytes = sum(
                 num_bytes
-                for of_shape, num_bytes in zip(self.tokens, self.unit_bytes, strict=True)
+                for of_shape, num_bytes in zip(
+                    self.tokens, self.unit_bytes, strict=True
+                )
                 if of_shape == tokens
             )
             at_once = max(1, min(MAX_UNITS, LAUNCH_BYTES // unit_bytes))
             for first in range(0, len(rows), at_once):
                 launched = rows[first : first + at_once]
                 ranges = tuple(
-                    (0, len(launched)) if of_shape == tokens else (0, 0) for of_shape in self.tokens
+                    (0, len(launched)) if of_shape == tokens else (0, 0)
+                    for of_shape in self.tokens
                 )
-                yield WaveTable(self.pieces, ranges, launched), len(launched) * unit_bytes
+                yield (
+                    WaveTable(self.pieces, ranges, launched),
+                    len(launched) * unit_bytes,
+                )
 
 
 def _shape(bundle: Bundle, more: CopyAxis | None) -> Shape:
@@ -154,7 +170,9 @@ def _axis_of_bases(
     addresses = np.array(sorted(bases), dtype=np.int64)
     steps = np.diff(addresses, axis=0)
     local_stride, remote_stride = (int(stride) for stride in steps[0])
-    is_regular = bool((steps == steps[0]).all()) and local_stride >= 0 and remote_stride >= 0
+    is_regular = (
+        bool((steps == steps[0]).all()) and local_stride >= 0 and remote_stride >= 0
+    )
     # A piece lies in one allocation: the check of its bounds knows no other.
     lies_together = (
         len(set(destinations.allocations_of(addresses[:, 0]).tolist())) == 1

@@ -17,7 +17,12 @@ from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress
 from kvferry.protocol.hosts import host_port
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS, ROW_HEADER_BYTES, StreamRows
+from kvferry.protocol.stream_rows import (
+    ID_BYTES,
+    PAGE_IDS,
+    ROW_HEADER_BYTES,
+    StreamRows,
+)
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import (
     DescriptorRows,
@@ -210,12 +215,16 @@ def connect(
     plan = plan.with_mapped(mappings)
     connecting = _Connecting(reader.fabric, caches, staging, mappings)
     try:
-        routes = tuple(connecting.connect_route(route, description) for route in plan.routes)
+        routes = tuple(
+            connecting.connect_route(route, description) for route in plan.routes
+        )
     except Exception:
         _give_back(reader, connecting.made)
         raise
     why_slow = _why_slow(reader.fabric, caches, description, plan, mappings)
-    return Peer(key, description, plan, routes, tuple(connecting.made), why_not_mapped, why_slow)
+    return Peer(
+        key, description, plan, routes, tuple(connecting.made), why_not_mapped, why_slow
+    )
 
 
 def disconnect(reader: FabricReader, peer: Peer) -> None:
@@ -303,7 +312,9 @@ class _Connecting:
         try:
             kind = MemoryKind(worker.memory)
         except ValueError:
-            raise InvalidMessage("workers.memory", worker.memory, "DRAM or VRAM") from None
+            raise InvalidMessage(
+                "workers.memory", worker.memory, "DRAM or VRAM"
+            ) from None
         table: PreparedTable | None = None
         sources: tuple[PreparedSource, ...] = ()
         mapped = None
@@ -344,12 +355,19 @@ class _Connecting:
             chunks = self._staging.prepare(self._fabric, table.run_bytes)
             self.made.append(chunks)
             remote = self._remote(agent, DescriptorRows(kind, table.rows))
-            sources.append(PreparedSource.at_address(self._staging.address, table, chunks, remote))
+            sources.append(
+                PreparedSource.at_address(self._staging.address, table, chunks, remote)
+            )
         return tuple(sources)
 
-    def _mapped(self, route: Route, agent: PeerAgent, mapping: WorkerMapping) -> MappedRoute:
+    def _mapped(
+        self, route: Route, agent: PeerAgent, mapping: WorkerMapping
+    ) -> MappedRoute:
         """What is read from mapped memory."""
-        rows = [(address, PROOF_BYTES, 0, PROOF_BYTES, 1) for address in mapping.proof_addresses()]
+        rows = [
+            (address, PROOF_BYTES, 0, PROOF_BYTES, 1)
+            for address in mapping.proof_addresses()
+        ]
         proofs = self._remote(agent, DescriptorRows.from_tuples(MemoryKind.DRAM, rows))
         return MappedRoute.from_plan(route, mapping, proofs, self._caches)
 
@@ -368,7 +386,9 @@ class _Connecting:
         headers = self._remote_array(agent, rows.headers, ROW_HEADER_BYTES, rows.rows)
         pages = self._remote_array(agent, rows.ids, page_bytes, rows.rows * rows.pages)
         if mapping is None:
-            return PreparedRows(rows, RemoteEntries(headers, None), RemoteEntries(pages, None))
+            return PreparedRows(
+                rows, RemoteEntries(headers, None), RemoteEntries(pages, None)
+            )
         return PreparedRows(
             rows,
             headers=RemoteEntries(headers, mapping.row_headers),

@@ -53,7 +53,9 @@ class PlanCache:
         worker: index of the worker that reads.
     """
 
-    def __init__(self, consumer: EngineDescription, worker: int, costs: Costs = PUBLISHED) -> None:
+    def __init__(
+        self, consumer: EngineDescription, worker: int, costs: Costs = PUBLISHED
+    ) -> None:
         self._consumer = consumer
         self._worker = worker
         self._costs = costs
@@ -83,7 +85,9 @@ class PlanCache:
             if kept is not None:
                 self._kept.move_to_end(shape)
         # The planner refuses addresses beyond 64 bits; moving a plan there must not go around that.
-        has_legal_addresses = all(_end(worker) <= 1 << 63 for worker in producer.workers)
+        has_legal_addresses = all(
+            _end(worker) <= 1 << 63 for worker in producer.workers
+        )
         if kept is not None and has_legal_addresses:
             return _moved_plan(kept, producer, origins)
         # Outside the lock: a plan may take seconds, and the other producers are not to wait.
@@ -94,13 +98,19 @@ class PlanCache:
                 self._kept.popitem(last=False)
         return plan
 
-    def _make(self, producer: EngineDescription, mappable: frozenset[int]) -> TransferPlan:
-        return plan_transfer(self._consumer, self._worker, producer, self._costs, mappable)
+    def _make(
+        self, producer: EngineDescription, mappable: frozenset[int]
+    ) -> TransferPlan:
+        return plan_transfer(
+            self._consumer, self._worker, producer, self._costs, mappable
+        )
 
 
 def _shape_of(producer: EngineDescription) -> ProducerShape:
     facts = msgspec.structs.astuple(producer.facts)
-    workers = tuple((worker.place, _relative_tensors(worker)) for worker in producer.workers)
+    workers = tuple(
+        (worker.place, _relative_tensors(worker)) for worker in producer.workers
+    )
     return (facts, producer.topology, producer.groups, workers)
 
 
@@ -154,7 +164,8 @@ def _moved_route(route: Route, producer: WorkerDescription, distance: int) -> Ro
     return replace(
         route,
         slices=tuple(
-            replace(one_slice, remote=tensors[one_slice.remote.name]) for one_slice in route.slices
+            replace(one_slice, remote=tensors[one_slice.remote.name])
+            for one_slice in route.slices
         ),
         bundles=tuple(_moved_bundle(bundle, 0, distance) for bundle in route.bundles),
         sources=tuple(
@@ -166,6 +177,7 @@ def _moved_route(route: Route, producer: WorkerDescription, distance: int) -> Ro
 
 def _moved_bundle(bundle: Bundle, local_distance: int, remote_distance: int) -> Bundle:
     bases = tuple(
-        (local + local_distance, remote + remote_distance) for local, remote in bundle.bases
+        (local + local_distance, remote + remote_distance)
+        for local, remote in bundle.bases
     )
     return replace(bundle, bases=bases)

@@ -251,7 +251,9 @@ class PeerRegistry:
 
         Their memory stays taken until it is unmapped, and without reads over the fabric nothing else would tell.
         """
-        exited = [known.peer for known in self._ready.values() if known.peer.has_exited()]
+        exited = [
+            known.peer for known in self._ready.values() if known.peer.has_exited()
+        ]
         for peer in exited:
             self.lost(peer, "its process has ended", now_s)
         return bool(exited)
@@ -277,7 +279,11 @@ class PeerRegistry:
         return known.peer
 
     def _arrived(
-        self, key: PeerKey, result: HandshakeResult, now_s: float, in_use: Collection[PeerKey]
+        self,
+        key: PeerKey,
+        result: HandshakeResult,
+        now_s: float,
+        in_use: Collection[PeerKey],
     ) -> None:
         """Begin the first read from a peer that was planned."""
         if isinstance(result, Exception):
@@ -331,7 +337,9 @@ class PeerRegistry:
         self._give_up(key, Unavailable(reason, str(error) or repr(error)), now_s)
         if not isinstance(error, KvferryError):
             logger.error(
-                "peer=%s: the handshake failed with an internal error", key, exc_info=error
+                "peer=%s: the handshake failed with an internal error",
+                key,
+                exc_info=error,
             )
 
     def _give_up(self, key: PeerKey, why: Unavailable, now_s: float) -> None:
@@ -380,7 +388,9 @@ class PeerRegistry:
             are_too_many = len(self._ready) > self._max_peers
             if key in in_use or not (is_expired or are_too_many):
                 return
-            logger.info("peer=%s is forgotten: unused for %.0f s", key, now_s - known.used_s)
+            logger.info(
+                "peer=%s is forgotten: unused for %.0f s", key, now_s - known.used_s
+            )
             del self._ready[key]
             self._retired.append(known.peer)
 

@@ -111,7 +111,9 @@ class DevicePieces:
         for number, width in distinct.tolist():
             near = near_shapes[number]
             shape_rows.append(_shape_row(near, width, has_scales=has_scales))
-            chunks.append(near.run * math.prod(axis.steps for axis in near.axes) // width)
+            chunks.append(
+                near.run * math.prod(axis.steps for axis in near.axes) // width
+            )
 
         scales = NO_SCALES
         if pieces.converts:
@@ -128,7 +130,9 @@ class DevicePieces:
     def rows(self, table: WaveTable) -> tuple[slice, NDArray[np.int64]]:
         """The rows of the section `pieces` that a wave of the pieces has, and their columns as in `wave_table`."""
         start_piece, stop_piece, _ = table.selected.indices(len(table.pieces.rows))
-        start_row, stop_row = np.searchsorted(self.origins, (start_piece, stop_piece)).tolist()
+        start_row, stop_row = np.searchsorted(
+            self.origins, (start_piece, stop_piece)
+        ).tolist()
         own = slice(start_row, stop_row)
         return own, table.rows[self.origins[own] - start_piece] + self.offsets[own]
 
@@ -148,7 +152,9 @@ class DeviceTable:
     scales: NDArray[np.float32]
 
     @classmethod
-    def compile(cls, table: WaveTable, compiled: DevicePieces, tile: int) -> DeviceTable:
+    def compile(
+        cls, table: WaveTable, compiled: DevicePieces, tile: int
+    ) -> DeviceTable:
         """The table for programs that move `tile` chunks each.
 
         Args:
@@ -173,7 +179,9 @@ class DeviceTable:
         tiles = -(-chunks // tile)
         first_program = tiles.cumsum() - tiles
         piece_of_program = np.arange(len(rows)).repeat(tiles)
-        tile_of_program = np.arange(len(piece_of_program)) - first_program[piece_of_program]
+        tile_of_program = (
+            np.arange(len(piece_of_program)) - first_program[piece_of_program]
+        )
         return cls(
             programs=piece_of_program | tile_of_program << 32,
             pieces=pieces,
@@ -190,7 +198,8 @@ class DeviceTable:
     def offsets(self) -> tuple[int, ...]:
         """The offset of each section in the buffer, and last the end of the buffer."""
         sizes = (
-            -(-array.nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT for array in self.sections
+            -(-array.nbytes // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+            for array in self.sections
         )
         return tuple(accumulate(sizes, initial=0))
 
@@ -240,7 +249,11 @@ def _units(
         shape = table.pieces.shapes[number]
         first_unit, stop_unit = table.ranges[number]
         counts[number] = stop_unit - first_unit
-        key = (table.ranges[number], shape.source_unit_stride, shape.destination_unit_stride)
+        key = (
+            table.ranges[number],
+            shape.source_unit_stride,
+            shape.destination_unit_stride,
+        )
         if key in shared or first_unit == stop_unit:
             first_rows[number] = shared.get(key, next_row)
             continue
@@ -257,8 +270,12 @@ def _units(
 
 def _widths(pieces: Pieces) -> NDArray[np.int64]:
     """The width of each piece: the most bytes, up to `MAX_WIDTH`, or elements, that its strides and addresses allow."""
-    limits = np.array([_limits(shape) for shape in pieces.shapes], dtype=np.int64).reshape(-1, 3)
-    converts = np.array([shape.conversion is not None for shape in pieces.shapes], dtype=bool)
+    limits = np.array(
+        [_limits(shape) for shape in pieces.shapes], dtype=np.int64
+    ).reshape(-1, 3)
+    converts = np.array(
+        [shape.conversion is not None for shape in pieces.shapes], dtype=bool
+    )
     sources = pieces.rows[:, SOURCE]
     destinations = pieces.rows[:, DESTINATION]
     shape_numbers = pieces.rows[:, SHAPE]
@@ -279,7 +296,9 @@ def _limits(shape: Shape) -> tuple[int, int, int]:
         source_strides.append(axis.source_stride)
         destination_strides.append(axis.destination_stride)
     if shape.conversion is None:
-        width = np.gcd.reduce([MAX_WIDTH, shape.run, *source_strides, *destination_strides])
+        width = np.gcd.reduce(
+            [MAX_WIDTH, shape.run, *source_strides, *destination_strides]
+        )
         return (1, 1, int(width))
     source_bytes, destination_bytes = shape.element_bytes
     source_alignment = source_bytes * CONVERTED_TOGETHER
@@ -318,9 +337,12 @@ def _offsets_of_steps(far: Iterable[CopyAxis]) -> NDArray[np.int64]:
     offsets = np.zeros((1, 4), dtype=np.int64)
     for axis in far:
         step = np.array(
-            [axis.source_stride, axis.destination_stride, 0, int(axis.scaled)], dtype=np.int64
+            [axis.source_stride, axis.destination_stride, 0, int(axis.scaled)],
+            dtype=np.int64,
         )
-        offsets = (offsets[:, None] + np.arange(axis.steps)[:, None] * step).reshape(-1, 4)
+        offsets = (offsets[:, None] + np.arange(axis.steps)[:, None] * step).reshape(
+            -1, 4
+        )
     return offsets
 
 
@@ -332,10 +354,14 @@ def _shape_row(shape: Shape, width: int, *, has_scales: bool) -> list[int]:
     source_bytes, destination_bytes = shape.element_bytes
     fields = width | len(shape.axes) << 5
     if shape.conversion is not None:
-        fields |= shape.conversion.source.code << 8 | shape.conversion.destination.code << 11
+        fields |= (
+            shape.conversion.source.code << 8 | shape.conversion.destination.code << 11
+        )
     if has_scales:
         fields |= 1 << 14
-    loops = [CopyAxis(shape.run // width, width * source_bytes, width * destination_bytes)]
+    loops = [
+        CopyAxis(shape.run // width, width * source_bytes, width * destination_bytes)
+    ]
     # A single step's strides count nothing, and may be too large for 32 bits.
     loops += [axis if axis.steps > 1 else _NO_LOOP for axis in reversed(shape.axes)]
     loops += [_NO_LOOP] * (1 + MAX_AXES - len(loops))

@@ -48,7 +48,9 @@ def _copy_wide(source, destination, inside):
     source_words = source.to(tl.pointer_type(tl.int64))[:, None] + words
     source_words = tl.max_contiguous(tl.multiple_of(source_words, (16, 16)), (1, 2))
     destination_words = destination.to(tl.pointer_type(tl.int64))[:, None] + words
-    destination_words = tl.max_contiguous(tl.multiple_of(destination_words, (16, 16)), (1, 2))
+    destination_words = tl.max_contiguous(
+        tl.multiple_of(destination_words, (16, 16)), (1, 2)
+    )
     tl.store(destination_words, tl.load(source_words, mask=masks), mask=masks)
 
 
@@ -74,7 +76,9 @@ def _decode_float16(code):
     normal = (half << 13) + (112 << 23)
     subnormal = half.to(tl.int32).to(tl.float32) * (2.0**-24)
     bits = tl.where(half < 0x0400, subnormal.to(tl.uint32, bitcast=True), normal)
-    return tl.where(half >= 0x7C00, (half << 13) | 0x7F800000, bits) | ((code & 0x8000) << 16)
+    return tl.where(half >= 0x7C00, (half << 13) | 0x7F800000, bits) | (
+        (code & 0x8000) << 16
+    )
 
 
 @triton.jit
@@ -102,7 +106,9 @@ def _round_to(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     # A number whose last bit is worth the type's smallest subnormal number.
     anchor: tl.constexpr = (151 - BIAS - MANTISSA) << 23
     odd = (magnitude >> drop) & 1
-    normal = ((magnitude + ((1 << (drop - 1)) - 1) + odd) >> drop) - ((127 - BIAS) << MANTISSA)
+    normal = ((magnitude + ((1 << (drop - 1)) - 1) + odd) >> drop) - (
+        (127 - BIAS) << MANTISSA
+    )
     # The only floating-point operation of encoding: adding the anchor rounds a subnormal to nearest
     # even. Anchor and sum are normal numbers, so flushing of subnormals cannot change it.
     zero = magnitude & 0
@@ -115,23 +121,31 @@ def _round_to(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 @triton.jit
 def _elements(address, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr):
     """Pointers to `TOGETHER` consecutive elements from each address."""
-    pointers = address.to(tl.pointer_type(ELEMENT))[:, None] + tl.arange(0, TOGETHER)[None, :]
+    pointers = (
+        address.to(tl.pointer_type(ELEMENT))[:, None] + tl.arange(0, TOGETHER)[None, :]
+    )
     if TOGETHER > 1:
         size: tl.constexpr = ELEMENT.primitive_bitwidth // 8 * TOGETHER
-        pointers = tl.max_contiguous(tl.multiple_of(pointers, (size, size)), (1, TOGETHER))
+        pointers = tl.max_contiguous(
+            tl.multiple_of(pointers, (size, size)), (1, TOGETHER)
+        )
     return pointers
 
 
 @triton.jit
 def _load(address, inside, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr):
     """The codes of `TOGETHER` elements from each address, in uint32."""
-    codes = tl.load(_elements(address, ELEMENT, TOGETHER), mask=inside[:, None], other=0)
+    codes = tl.load(
+        _elements(address, ELEMENT, TOGETHER), mask=inside[:, None], other=0
+    )
     return codes.to(tl.uint32)
 
 
 @triton.jit
 def _store(address, code, inside, ELEMENT: tl.constexpr, TOGETHER: tl.constexpr):
-    tl.store(_elements(address, ELEMENT, TOGETHER), code.to(ELEMENT), mask=inside[:, None])
+    tl.store(
+        _elements(address, ELEMENT, TOGETHER), code.to(ELEMENT), mask=inside[:, None]
+    )
 
 
 @triton.jit
@@ -161,7 +175,9 @@ def _convert(
     missing = (bits & 0x7FFFFFFF) > 0x7F800000
     if scaled:
         source_scale = tl.load(scales + 2 * scale, mask=inside, other=1.0)[:, None]
-        destination_scale = tl.load(scales + 2 * scale + 1, mask=inside, other=1.0)[:, None]
+        destination_scale = tl.load(scales + 2 * scale + 1, mask=inside, other=1.0)[
+            :, None
+        ]
         value = bits.to(tl.float32, bitcast=True) * source_scale
         quotient = tl.div_rn(value, tl.broadcast_to(destination_scale, value.shape))
         # A NaN's sign does not survive arithmetic: the source's is kept, which scales never change.
@@ -169,10 +185,14 @@ def _convert(
     magnitude = bits & 0x7FFFFFFF
     sign = bits >> 31
     if destination_type == 1:
-        code = tl.where(missing, 0x7FC0, (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16)
+        code = tl.where(
+            missing, 0x7FC0, (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
+        )
         _store(destination, code | (sign << 15), inside, tl.uint16, TOGETHER)
     elif destination_type == 2:
-        code = tl.where(missing, 0x7E00, tl.minimum(_round_to(magnitude, 10, 15), 0x7C00))
+        code = tl.where(
+            missing, 0x7E00, tl.minimum(_round_to(magnitude, 10, 15), 0x7C00)
+        )
         _store(destination, code | (sign << 15), inside, tl.uint16, TOGETHER)
     elif destination_type == 3:
         code = tl.where(missing, NAN, magnitude)
@@ -187,7 +207,14 @@ def _convert(
 
 @triton.jit
 def _loop(
-    shape, fields, level: tl.constexpr, rest, source, destination, scale, CONVERTS: tl.constexpr
+    shape,
+    fields,
+    level: tl.constexpr,
+    rest,
+    source,
+    destination,
+    scale,
+    CONVERTS: tl.constexpr,
 ):
     """One loop of the shape: divides the chunks' numbers by its size and adds its steps to the offsets in the unit."""
     divisor, strides = _pair(shape + 2 + 2 * level)
@@ -237,8 +264,14 @@ def _relayout_kernel(
                 shape, fields, level, rest, source, destination, scale, CONVERTS
             )
 
-    unit = units + (first.to(tl.uint32) + rest).to(tl.int64)[:, None] * 2 + tl.arange(0, 2)[None, :]
-    source_offset, destination_offset = tl.split(tl.load(unit, mask=inside[:, None], other=0))
+    unit = (
+        units
+        + (first.to(tl.uint32) + rest).to(tl.int64)[:, None] * 2
+        + tl.arange(0, 2)[None, :]
+    )
+    source_offset, destination_offset = tl.split(
+        tl.load(unit, mask=inside[:, None], other=0)
+    )
     source = source_start + source_offset + source.to(tl.int64)
     destination = destination_start + destination_offset + destination.to(tl.int64)
 

@@ -97,7 +97,9 @@ class Memory:
         next_allocation = np.searchsorted(self._starts, address, side="right")
         return np.asarray(np.maximum(next_allocation - 1, 0))
 
-    def around(self, address: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def around(
+        self, address: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each address the range `[first, stop)` of its allocation, as offsets from the address."""
         index = self.allocations_of(address)
         return self._starts[index] - address, self._stops[index] - address
@@ -140,7 +142,11 @@ class Bounds:
             block = table.pieces.shapes[number].source_unit_stride[0]
             source = (low + nearest * block, high + farthest * block)
             _check_span(f"source of shape {number}", source, self._sources[number])
-            _check_span(f"destination of shape {number}", destination, self._destinations[number])
+            _check_span(
+                f"destination of shape {number}",
+                destination,
+                self._destinations[number],
+            )
 
 
 def _spans(pieces: Pieces, side: int, memory: Memory) -> list[Span]:

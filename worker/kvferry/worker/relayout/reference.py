@@ -60,12 +60,16 @@ class ReferenceRelayout:
         destinations: host memory that they are written to, e.g. the caches.
     """
 
-    def __init__(self, sources: Iterable[Allocation], destinations: Iterable[Allocation]) -> None:
+    def __init__(
+        self, sources: Iterable[Allocation], destinations: Iterable[Allocation]
+    ) -> None:
         self._sources = Memory(sources)
         self._destinations = Memory(destinations)
         # A function of the module, not a method: a relayout that refers to itself is not freed with its last user, and
         # mapped memory of a peer stays mapped as long.
-        self._bounds = OncePerPieces(partial(_bounds_between, self._sources, self._destinations))
+        self._bounds = OncePerPieces(
+            partial(_bounds_between, self._sources, self._destinations)
+        )
         self.launches = 0
 
     def mark(self) -> DeviceMark:
@@ -78,7 +82,9 @@ class ReferenceRelayout:
         rows = table.rows
         # By the addresses of the pieces before their shifts: a shifted piece may begin outside of
         # its allocation, although its units are inside.
-        sources = self._sources.allocations_of(table.pieces.rows[table.selected, SOURCE])
+        sources = self._sources.allocations_of(
+            table.pieces.rows[table.selected, SOURCE]
+        )
         destinations = self._destinations.allocations_of(rows[:, DESTINATION])
         has_units = False
         for row, source, destination in zip(
@@ -90,7 +96,9 @@ class ReferenceRelayout:
                 continue
             has_units = True
             units = table.units[first_unit:stop_unit].astype(np.int64)
-            source_starts = row[SOURCE] + units[:, :2] @ np.array(shape.source_unit_stride)
+            source_starts = row[SOURCE] + units[:, :2] @ np.array(
+                shape.source_unit_stride
+            )
             destination_starts = row[DESTINATION] + units[:, 2:] @ np.array(
                 shape.destination_unit_stride
             )
@@ -103,8 +111,12 @@ class ReferenceRelayout:
                 _copy(written, written_index, read, read_index)
             else:
                 first_scale = row[SCALE]
-                scales = table.pieces.scales[first_scale : first_scale + shape.scale_rows]
-                written[written_index] = _convert(read[read_index], shape, shape.conversion, scales)
+                scales = table.pieces.scales[
+                    first_scale : first_scale + shape.scale_rows
+                ]
+                written[written_index] = _convert(
+                    read[read_index], shape, shape.conversion, scales
+                )
         if has_units:
             self.launches += 1
         return HOST.mark()
@@ -128,7 +140,9 @@ def _elements(
         at some of the first axis's places: the index names them.
     """
     counts = [axis.steps for axis in shape.axes]
-    strides = [(axis.source_stride, axis.destination_stride)[side] for axis in shape.axes]
+    strides = [
+        (axis.source_stride, axis.destination_stride)[side] for axis in shape.axes
+    ]
     if shape.conversion is None and shape.run >= _LONG_RUN_BYTES:
         dtype = np.dtype(np.uint8)
         counts.append(shape.run)
@@ -159,7 +173,9 @@ def _copy(
     read_index: NDArray[np.int64] | slice,
 ) -> None:
     """Copy the units at these places of one array to those of the other."""
-    has_index = isinstance(written_index, np.ndarray) or isinstance(read_index, np.ndarray)
+    has_index = isinstance(written_index, np.ndarray) or isinstance(
+        read_index, np.ndarray
+    )
     unit_bytes = math.prod(read.shape[1:]) * read.itemsize
     if not has_index or unit_bytes < _LONG_UNIT_BYTES:
         written[written_index] = read[read_index]
@@ -192,7 +208,10 @@ def _regular_places(
 
 
 def _convert(
-    codes: NDArray[Any], shape: Shape, conversion: ElementConversion, scales: NDArray[np.float32]
+    codes: NDArray[Any],
+    shape: Shape,
+    conversion: ElementConversion,
+    scales: NDArray[np.float32],
 ) -> NDArray[Any]:
     """The converted codes; those of one or two bytes with a lookup table."""
     source_bytes = conversion.source.num_bytes
@@ -202,8 +221,12 @@ def _convert(
         scales_of_elements = torch.from_numpy(scales[scale_rows])
         # A copy, also of codes that lie together: of a peer's memory, which cannot be written, torch would warn.
         raw = torch.from_numpy(np.array(codes, order="C").view(f"i{source_bytes}"))
-        converted = convert(raw, conversion, scales_of_elements[..., 0], scales_of_elements[..., 1])
-        return np.asarray(converted.numpy().view(f"u{conversion.destination.num_bytes}"))
+        converted = convert(
+            raw, conversion, scales_of_elements[..., 0], scales_of_elements[..., 1]
+        )
+        return np.asarray(
+            converted.numpy().view(f"u{conversion.destination.num_bytes}")
+        )
     if len(scales) > 1:
         codes = codes + (scale_rows << (8 * source_bytes))
     return np.asarray(_all_codes(conversion, scales.tobytes())[codes])
@@ -218,7 +241,9 @@ def _all_codes(conversion: ElementConversion, scales: bytes) -> NDArray[Any]:
     # Bits are signed integers in torch: in the order of the codes the positive ones come first.
     codes = torch.arange(-half, half).roll(half).to(_BY_BYTES[source_bytes])
     converted = convert(codes.repeat(len(rows), 1), conversion, rows[:, 0], rows[:, 1])
-    return np.asarray(converted.view(-1).numpy().view(f"u{conversion.destination.num_bytes}"))
+    return np.asarray(
+        converted.view(-1).numpy().view(f"u{conversion.destination.num_bytes}")
+    )
 
 
 def _scale_rows(shape: Shape) -> NDArray[np.int64]:

@@ -152,7 +152,9 @@ class TritonRelayout:
             try:
                 if len(compiled.programs):
                     compiled.write(slot.buffer)
-                    slot.device[:num_bytes].copy_(slot.host[:num_bytes], non_blocking=True)
+                    slot.device[:num_bytes].copy_(
+                        slot.host[:num_bytes], non_blocking=True
+                    )
                     programs, pieces, shapes, units, scales, _ = compiled.offsets
                     launch_relayout(
                         programs=slot.int64[programs // 8 :],
@@ -178,7 +180,10 @@ class TritonRelayout:
         self._device.synchronize()
         address = scratch.data_ptr()
         conversion = ElementConversion(ElementType.FLOAT32, ElementType.FLOAT8_E4M3)
-        for shape in (Shape(axes=(), run=16), Shape(axes=(), run=4, conversion=conversion)):
+        for shape in (
+            Shape(axes=(), run=16),
+            Shape(axes=(), run=4, conversion=conversion),
+        ):
             row = (address, address + 32, 0, 0, 1, 0)
             table = WaveTable.from_rows([shape], [row], [(0, 0, 0, 0)])
             self._launch(table, self._slots[0])

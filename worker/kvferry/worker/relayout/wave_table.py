@@ -69,13 +69,17 @@ class Pieces:
             return
         shape_numbers = self.rows[:, SHAPE]
         _check_within("shape", shape_numbers, 0, len(self.shapes))
-        scale_rows = np.array([shape.scale_rows for shape in self.shapes], dtype=np.int64)
+        scale_rows = np.array(
+            [shape.scale_rows for shape in self.shapes], dtype=np.int64
+        )
         # A shape without a conversion has no scale rows: its number may then be one past the last.
         stops = len(self.scales) + 1 - scale_rows[shape_numbers]
         _check_within("scale row", self.rows[:, SCALE], 0, stops)
         are_scales_valid = np.isfinite(self.scales).all() and (self.scales > 0).all()
         if not are_scales_valid:
-            raise InvalidTable(f"scales must be finite and above 0: {self.scales[:4].tolist()} …")
+            raise InvalidTable(
+                f"scales must be finite and above 0: {self.scales[:4].tolist()} …"
+            )
 
     @cached_property
     def converts(self) -> bool:
@@ -85,7 +89,9 @@ class Pieces:
     @cached_property
     def source_strides(self) -> NDArray[np.int64]:
         """Bytes from one source block to the next, per piece."""
-        strides = np.array([shape.source_unit_stride[0] for shape in self.shapes], dtype=np.int64)
+        strides = np.array(
+            [shape.source_unit_stride[0] for shape in self.shapes], dtype=np.int64
+        )
         return np.asarray(strides[self.rows[:, SHAPE]])
 
 
@@ -109,7 +115,9 @@ class WaveTable:
     pieces: Pieces
     ranges: tuple[tuple[int, int], ...]
     units: NDArray[np.int32]
-    shifts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    shifts: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros(1, dtype=np.int64)
+    )
     selected: slice = field(default_factory=lambda: slice(None))
 
     def __post_init__(self) -> None:
@@ -171,7 +179,10 @@ class WaveTable:
         for first, stop in dict.fromkeys(self.ranges):
             own = self.units[first:stop]
             if len(own):
-                corners[first, stop] = (own.min(axis=0).tolist(), own.max(axis=0).tolist())
+                corners[first, stop] = (
+                    own.min(axis=0).tolist(),
+                    own.max(axis=0).tolist(),
+                )
         reaches: list[tuple[Span, Span] | None] = []
         for shape, units in zip(self.pieces.shapes, self.ranges, strict=True):
             if units in corners:
@@ -187,7 +198,10 @@ def _reach(shape: Shape, low: Sequence[int], high: Sequence[int]) -> tuple[Span,
     block, position = shape.source_unit_stride
     source = (low[0] * block + low[1] * position, high[0] * block + high[1] * position)
     block, position = shape.destination_unit_stride
-    destination = (low[2] * block + low[3] * position, high[2] * block + high[3] * position)
+    destination = (
+        low[2] * block + low[3] * position,
+        high[2] * block + high[3] * position,
+    )
     return source, destination
 
 

@@ -40,7 +40,9 @@ class Staging:
         InvalidConfig: there is too little host memory.
     """
 
-    def __init__(self, caches: KvCaches, capacity: int, *, on_host: bool = False) -> None:
+    def __init__(
+        self, caches: KvCaches, capacity: int, *, on_host: bool = False
+    ) -> None:
         self.pool = StagingPool(capacity)
         self._memory: HostMemory | None = None
         if on_host:
@@ -76,7 +78,9 @@ class Staging:
 
     def region(self) -> Region:
         """The memory to register."""
-        return Region(self.address, self.pool.capacity, self._where.kind, self._where.device_index)
+        return Region(
+            self.address, self.pool.capacity, self._where.kind, self._where.device_index
+        )
 
     def prepare(self, fabric: Fabric, run_bytes: int) -> LocalDescriptors:
         """Descriptors of the buffer in chunks of `run_bytes`: descriptor `i` is the chunk at `i·run_bytes`."""
@@ -99,7 +103,11 @@ def relayout_for(
     if not device.is_cuda:
         return ReferenceRelayout(sources, destinations)
     # Imported here: CPU engines have no Triton.
-    from kvferry.worker.relayout.triton_relayout import TABLE_BYTES, TritonRelayout, room_for
+    from kvferry.worker.relayout.triton_relayout import (
+        TABLE_BYTES,
+        TritonRelayout,
+        room_for,
+    )
 
     table_bytes = TABLE_BYTES
     if largest is not None:
@@ -133,7 +141,11 @@ class PreparedSource:
 
     @classmethod
     def at_address(
-        cls, address: int, table: SourceTable, chunks: LocalDescriptors, remote: RemoteDescriptors
+        cls,
+        address: int,
+        table: SourceTable,
+        chunks: LocalDescriptors,
+        remote: RemoteDescriptors,
     ) -> PreparedSource:
         """A source that is read into the staging buffer at `address`."""
         placements = table.source.placements
@@ -157,12 +169,16 @@ class PreparedSource:
         )
         return cls(table, chunks, remote, pieces, np.array(runs, dtype=np.int64))
 
-    def wave_table(self, units: SourceUnits, window: Window, first_chunk: int) -> WaveTable:
+    def wave_table(
+        self, units: SourceUnits, window: Window, first_chunk: int
+    ) -> WaveTable:
         """The table that puts a window in place; its first chunk is number `first_chunk` of the staging buffer."""
         first_place, stop_place = units.source_unit.searchsorted(
             (window.first_unit, window.stop_unit)
         )
-        first_piece, stop_piece = self.runs.searchsorted((window.first_run, window.stop_run))
+        first_piece, stop_piece = self.runs.searchsorted(
+            (window.first_run, window.stop_run)
+        )
         selected = slice(first_piece, stop_piece)
         # A window's chunks lie run by run, the units of one run side by side. Units are numbered
         # from the source's first unit, so each run is shifted to the chunk that unit 0 would have.

@@ -61,11 +61,17 @@ class HostMirror:
                 undo.callback(copy.unpin)
                 memory.append(copy)
                 shift = copy.tensor.data_ptr() - start
-                moved[start] = _MovedAllocation(start, start + allocation.nbytes(), shift)
+                moved[start] = _MovedAllocation(
+                    start, start + allocation.nbytes(), shift
+                )
             self.memory = tuple(memory)
             storages = [copy.tensor for copy in memory]
-            self._pairs = [(tensor, _moved(tensor, moved.values())) for tensor in caches.tensors]
-            self.caches = KvCaches(tuple(storages), tuple(copy for _, copy in self._pairs), HOST)
+            self._pairs = [
+                (tensor, _moved(tensor, moved.values())) for tensor in caches.tensors
+            ]
+            self.caches = KvCaches(
+                tuple(storages), tuple(copy for _, copy in self._pairs), HOST
+            )
             self._relayout = relayout_for(caches.storages, storages, caches.device)
             undo.pop_all()
         kinds: dict[tuple[Shape, _BlockNumbering], int] = {}
@@ -76,13 +82,16 @@ class HostMirror:
             rows.append((original.base, tensor_copy.base, number, 0))
         self._numberings = [numbering for _, numbering in kinds]
         self._pieces = Pieces(
-            tuple(shape for shape, _ in kinds), np.array(rows, dtype=np.int64).reshape(-1, 4)
+            tuple(shape for shape, _ in kinds),
+            np.array(rows, dtype=np.int64).reshape(-1, 4),
         )
 
     def waves(self, blocks: Blocks) -> deque[Blocks]:
         """A request's scheduler blocks, per cache group, in portions to be copied one by one; at least one portion."""
         block_bytes = [self._block_bytes(group) for group in range(len(self._groups))]
-        total_bytes = sum(len(ids) * size for ids, size in zip(blocks, block_bytes, strict=True))
+        total_bytes = sum(
+            len(ids) * size for ids, size in zip(blocks, block_bytes, strict=True)
+        )
         # Most requests are one launch, and the one without blocks is one too: it needs a mark.
         if total_bytes <= WAVE_BYTES:
             return deque([blocks])
@@ -107,7 +116,8 @@ class HostMirror:
         """Bytes of one scheduler block of a group, in all of its tensors."""
         own = [tensor for tensor, _ in self._pairs if tensor.group == group]
         return sum(
-            tensor.block_bytes * self._ratio(_BlockNumbering.from_tensor(tensor)) for tensor in own
+            tensor.block_bytes * self._ratio(_BlockNumbering.from_tensor(tensor))
+            for tensor in own
         )
 
     @staticmethod
@@ -141,7 +151,9 @@ class HostMirror:
         ratio = self._ratio(numbering)
         ids = [block for block in blocks[numbering.group] if block != NULL_BLOCK]
         first_kernel_blocks = np.array(ids, dtype=np.int64)[:, None] * ratio
-        return np.asarray((first_kernel_blocks + np.arange(ratio)).ravel().astype(np.int32))
+        return np.asarray(
+            (first_kernel_blocks + np.arange(ratio)).ravel().astype(np.int32)
+        )
 
     def _ratio(self, numbering: _BlockNumbering) -> int:
         """Kernel blocks of a scheduler block."""
@@ -176,7 +188,9 @@ def _moved(tensor: PagedTensor, moved: Iterable[_MovedAllocation]) -> PagedTenso
     for allocation in moved:
         if allocation.start <= tensor.base < allocation.stop:
             return msgspec.structs.replace(tensor, base=tensor.base + allocation.shift)
-    raise ValueError(f"{tensor.layer}/{tensor.kind} lies in none of the registered allocations")
+    raise ValueError(
+        f"{tensor.layer}/{tensor.kind} lies in none of the registered allocations"
+    )
 
 
 def _shape(tensor: PagedTensor) -> Shape:
@@ -186,9 +200,14 @@ def _shape(tensor: PagedTensor) -> Shape:
     axes = [
         CopyAxis(len(tensor.heads), tensor.head_stride, tensor.head_stride),
         CopyAxis(tensor.tiles, tensor.tile_stride, tensor.tile_stride),
-        CopyAxis(tensor.cell_bytes // element, tensor.element_stride, tensor.element_stride),
+        CopyAxis(
+            tensor.cell_bytes // element, tensor.element_stride, tensor.element_stride
+        ),
     ]
     unit_stride = (tensor.block_stride, 0)
     return Shape.from_axes(
-        axes, element, source_unit_stride=unit_stride, destination_unit_stride=unit_stride
+        axes,
+        element,
+        source_unit_stride=unit_stride,
+        destination_unit_stride=unit_stride,
     )

@@ -80,7 +80,9 @@ class PoolSnapshot:
 
     @property
     def quarantined_bytes(self) -> int:
-        return sum(wave.num_bytes for wave in self.waves if wave.start in self.quarantined)
+        return sum(
+            wave.num_bytes for wave in self.waves if wave.start in self.quarantined
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,9 @@ class StagingPool:
         """Quarantine a wave that a given-up transfer may still write into: it stays out until it is given back."""
         self._check_out(wave)
         if wave.start in self._quarantined:
-            raise LocalProtocolError(f"load={wave.load} quarantines a wave twice: {wave}")
+            raise LocalProtocolError(
+                f"load={wave.load} quarantines a wave twice: {wave}"
+            )
         self._quarantined.add(wave.start)
 
     def give_back(self, wave: Wave) -> None:
@@ -284,11 +288,15 @@ class StagingPool:
 
     def _live(self) -> Iterator[Wave]:
         """The waves that are out and not quarantined."""
-        return (wave for start, wave in self._out.items() if start not in self._quarantined)
+        return (
+            wave for start, wave in self._out.items() if start not in self._quarantined
+        )
 
     def _check_out(self, wave: Wave) -> None:
         if self._out.get(wave.start) != wave:
-            raise LocalProtocolError(f"load={wave.load} peer={wave.peer}: {wave} is not out")
+            raise LocalProtocolError(
+                f"load={wave.load} peer={wave.peer}: {wave} is not out"
+            )
 
     def _aligned_down(self, num_bytes: int) -> int:
         return num_bytes // self.alignment * self.alignment

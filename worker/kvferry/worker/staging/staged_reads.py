@@ -156,7 +156,9 @@ class StagedReads:
     def progress(self) -> int:
         """Grows with its own progress, and while it waits for its first wave with that of others."""
         pool = self._staging.pool
-        waits_for_others = pool.is_waiting(self._record.request_id) and not self.lacks_room
+        waits_for_others = (
+            pool.is_waiting(self._record.request_id) and not self.lacks_room
+        )
         # A load in a queue that moves has not failed: its deadline counts from the last move.
         if waits_for_others:
             return self.changes + pool.given_back
