@@ -24,6 +24,7 @@ from kvferry.protocol import (
     notifications,
     orders,
     params,
+    prefix_queries,
     prompt_queries,
     stream_rows,
 )
@@ -32,6 +33,7 @@ MODULES: tuple[ModuleType, ...] = (
     handshake,
     description_parts,
     prompt_queries,
+    prefix_queries,
     params,
     digests,
     stream_rows,

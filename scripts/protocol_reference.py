@@ -18,6 +18,7 @@ from kvferry.protocol import (
     ids,
     notifications,
     params,
+    prefix_queries,
     prompt_queries,
 )
 from scripts import markdown
@@ -36,6 +37,8 @@ PARTS: dict[str, tuple[Message, ...]] = {
         handshake.Refused,
         prompt_queries.Subscribe,
         prompt_queries.PromptQuery,
+        prefix_queries.FindPrefixes,
+        prefix_queries.PrefixQuery,
         prompt_queries.Unsubscribe,
         prompt_queries.Answers,
         prompt_queries.Answer,

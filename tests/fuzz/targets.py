@@ -50,6 +50,7 @@ from kvferry.protocol.orders import (
 from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill
 from kvferry.protocol.params_mac import check_params_mac, sign_params
 from kvferry.protocol.params_reader import decode_params, read_params, read_turn
+from kvferry.protocol.prefix_queries import FindPrefixes
 from kvferry.protocol.prompt_queries import (
     Answers,
     Subscribe,
@@ -89,7 +90,9 @@ def check_refusal(refused: InputError | InvalidMetadata) -> None:
     str(refused).encode()
 
 
-def use_request(found: Hello | Renew | Release | Subscribe | Unsubscribe) -> None:
+def use_request(
+    found: Hello | Renew | Release | Subscribe | FindPrefixes | Unsubscribe,
+) -> None:
     """As the listener does."""
     directory = PromptDirectory()
     if isinstance(found, Subscribe):

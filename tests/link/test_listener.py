@@ -31,9 +31,12 @@ from kvferry.protocol.handshake import (
     decode_reply,
     encode,
 )
+from kvferry.protocol.prefix_queries import FindPrefixes, PrefixQuery
 from kvferry.protocol.prompt_queries import (
     MAX_ANSWERS_BYTES,
     MAX_QUERIES,
+    Answer,
+    PromptProgress,
     PromptQuery,
     Subscribe,
     decode_answers,
@@ -211,6 +214,19 @@ def test_more_changes_than_fit_into_one_message_come_in_several(
                 answer.number
                 for answer in decode_answers(sock.recv_multipart()[1]).answers
             }
+
+
+def test_an_engine_of_which_no_prefix_is_read_says_so(
+    served: tuple[RecordingListener, int],
+) -> None:
+    queries = tuple(PrefixQuery(number=n, chain=bytes(16)) for n in (3, 4))
+    with client(served[1]) as sock:
+        sock.send_multipart([b"", encode(FindPrefixes(client_id="d", queries=queries))])
+        answers = decode_answers(sock.recv_multipart()[1]).answers
+    assert answers == tuple(
+        Answer(number=n, progress=PromptProgress.OVER, reason="prefix_off")
+        for n in (3, 4)
+    )
 
 
 def test_renewals_and_releases_reach_the_inbox_in_order_and_get_no_answer(

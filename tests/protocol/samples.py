@@ -30,6 +30,7 @@ from kvferry.protocol.orders import (
     StepOrders,
 )
 from kvferry.protocol.params import RemotePrefill, Ticket
+from kvferry.protocol.prefix_queries import FindPrefixes, PrefixQuery
 from kvferry.protocol.prompt_queries import (
     Answer,
     Answers,
@@ -186,9 +187,14 @@ QUESTIONS = tuple(
     PromptQuery(number=n, key=f"cmpl-{n}", num_tokens=300, digest="ab" * 16)
     for n in (5, 6)
 )
-ASKS: tuple[Subscribe | Unsubscribe, ...] = (
+PREFIX_QUERIES = (
+    PrefixQuery(number=7, chain=bytes(range(48)), min_tokens=512),
+    PrefixQuery(number=8, chain=bytes(range(16)), min_tokens=2),
+)
+ASKS: tuple[Subscribe | Unsubscribe | FindPrefixes, ...] = (
     Subscribe(client_id="decode-3", queries=QUESTIONS),
     Unsubscribe(client_id="decode-3", numbers=(5, 6)),
+    FindPrefixes(client_id="decode-3", queries=PREFIX_QUERIES),
 )
 ANSWERS = Answers(
     answers=(

@@ -12,7 +12,13 @@ import msgspec
 import pytest
 from msgspec import inspect as types
 
-from kvferry.protocol import description_parts, handshake, orders, params
+from kvferry.protocol import (
+    description_parts,
+    handshake,
+    orders,
+    params,
+    prefix_queries,
+)
 from kvferry.protocol import prompt_queries as queries
 from scripts.exchanges import (
     MODULES,
@@ -25,7 +31,12 @@ from scripts.exchanges import (
 from scripts.generate_docs import DOCS, parts_of
 from scripts.protocol_reference import PARTS, drawings
 
-SIDE_CHANNEL: tuple[ModuleType, ...] = (handshake, description_parts, queries)
+SIDE_CHANNEL: tuple[ModuleType, ...] = (
+    handshake,
+    description_parts,
+    queries,
+    prefix_queries,
+)
 MESSAGES: tuple[type[msgspec.Struct], ...] = (
     *PARTS["params"],
     *PARTS["side channel"],

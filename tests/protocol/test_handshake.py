@@ -162,6 +162,21 @@ WRONG_ASK: dict[str, list[object]] = {
     "queries.1.num_tokens": [..., *SIZES],
     "queries.1.digest": HEX,
 }
+WRONG_PREFIX_ASK: dict[str, list[object]] = {
+    "client_id": TEXTS,
+    "queries": [..., None, [], {}, "x", [7], [None]],
+    "queries.1.number": [..., None, -1, 2**53, 1.5, "7", True],
+    "queries.1.chain": [
+        ...,
+        None,
+        b"",
+        b"x" * 15,
+        b"x" * (2**16 + 16),
+        7,
+        "\N{SNOWMAN}",
+    ],
+    "queries.1.min_tokens": SIZES,
+}
 WRONG_ANSWERS: dict[str, list[object]] = {
     "answers": [..., None, {}, "x", [7], [None]],
     "answers.0.number": [..., None, -1, 2**53, 1.5, "7", True],
@@ -233,6 +248,7 @@ WRONG_ENGINE: dict[str, list[object]] = {
             encode(ASKS[1]),
             {"client_id": TEXTS, "numbers": [..., None, [], [-1], ["5"], [1] * 257]},
         ),
+        (decode_request, encode(ASKS[2]), WRONG_PREFIX_ASK),
         (decode_answers, encode(ANSWERS), WRONG_ANSWERS),
         (decode_reply, encode(make_description()), WRONG_ENGINE),
         (

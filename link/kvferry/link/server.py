@@ -4,6 +4,7 @@
 | --- | --- |
 | `Hello` | answers with this engine's description |
 | `Subscribe`, `Unsubscribe` | answers with the progress of prompts, again whenever that changes |
+| `FindPrefixes` | answers whether this engine has leading tokens of prompts in its cache |
 | `Renew`, `Release` | puts them into an inbox, for the next step |
 | anything else | counts it, answers `Refused` where an answer is possible, and drops it |
 
@@ -49,6 +50,7 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.hosts import host_port
+from kvferry.protocol.prefix_queries import FindPrefixes, PrefixRefusal
 from kvferry.protocol.prompt_queries import (
     MAX_QUERIES,
     Answer,
@@ -106,6 +108,55 @@ class NoPrompts:
         return []
 
 
+class Prefixes(Protocol):
+    """The prefixes that peers query. Used on the listener's thread.
+
+    Attributes:
+        wake: called on any thread when there may be `changes` to send.
+        has_news: whether something has changed since the last `find` or `changes`.
+    """
+
+    wake: Callable[[], None]
+
+    @property
+    def has_news(self) -> bool: ...
+
+    def find(self, peer: bytes, request: FindPrefixes) -> Answers:
+        """Answer queries of this connection, and remember them until they are settled."""
+
+    def unsubscribe(self, request: Unsubscribe) -> None:
+        """These queries are settled. Numbers of other queries are ignored."""
+
+    def changes(self) -> list[tuple[bytes, Answers]]:
+        """New answers to remembered queries since the last call, by connection."""
+
+
+class NoPrefixes:
+    """For a listener of an engine of which no prefixes are read."""
+
+    has_news = False
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+
+    def find(self, peer: bytes, request: FindPrefixes) -> Answers:
+        answers = [
+            Answer(
+                number=query.number,
+                progress=PromptProgress.OVER,
+                reason=PrefixRefusal.PREFIX_OFF.value,
+            )
+            for query in request.queries
+        ]
+        return Answers(answers=tuple(answers))
+
+    def unsubscribe(self, request: Unsubscribe) -> None:
+        pass
+
+    def changes(self) -> list[tuple[bytes, Answers]]:
+        return []
+
+
 class SideChannelListener:
     """Serves one engine's side channel until `close`.
 
@@ -118,6 +169,7 @@ class SideChannelListener:
         run_due: called on the listener's thread after every winding; it must not wait.
         knows: called on the listener's thread with boot and name: whether there is such a lease.
         directory: the prompts that peers query.
+        prefixes: the prefixes that peers query.
         inbox: where renewals and releases go; messages may come before this object is whole.
 
     Attributes:
@@ -139,6 +191,7 @@ class SideChannelListener:
         run_due: Callable[[], None] = lambda: None,
         knows: Callable[[str, LeaseName], bool] = lambda boot, name: True,
         directory: Prompts | None = None,
+        prefixes: Prefixes | None = None,
         inbox: LeaseInbox | None = None,
     ) -> None:
         self.inbox = LeaseInbox() if inbox is None else inbox
@@ -146,6 +199,8 @@ class SideChannelListener:
         self._is_closing = False
         self._directory = directory or NoPrompts()
         self._directory.wake = self._wake
+        self._prefixes = prefixes or NoPrefixes()
+        self._prefixes.wake = self._wake
         self.has_query_clients = False
         self._clock = clock
         self._run_due = run_due
@@ -221,7 +276,8 @@ class SideChannelListener:
             if is_woken:
                 os.eventfd_read(self._wakeup)
             # Also when nothing came: old prompts and queries are forgotten although no other follows.
-            if is_woken or self._directory.has_news or not ready:
+            has_news = self._directory.has_news or self._prefixes.has_news
+            if is_woken or has_news or not ready:
                 self._socket.guarded(self._send_changes)
         self._socket.close()
 
@@ -249,6 +305,9 @@ class SideChannelListener:
             self._send_answers(client_id, self._directory.subscribe(client_id, request))
         elif isinstance(request, Unsubscribe):
             self._directory.unsubscribe(request)
+            self._prefixes.unsubscribe(request)
+        elif isinstance(request, FindPrefixes):
+            self._send_answers(client_id, self._prefixes.find(client_id, request))
         else:
             self._put_into_inbox(request)
 
@@ -258,8 +317,9 @@ class SideChannelListener:
             os.eventfd_write(self._wakeup, 1)
 
     def _send_changes(self) -> None:
-        for peer, answers in self._directory.changes():
-            self._send_answers(peer, answers)
+        for changed in (self._directory, self._prefixes):
+            for peer, answers in changed.changes():
+                self._send_answers(peer, answers)
 
     def _send_answers(self, peer: bytes, answers: Answers) -> None:
         """Send answers, in several frames where one would be too long."""

@@ -25,7 +25,8 @@ Release: a consumer's scheduler, for leases that it will not read, or not any mo
     consumer's scheduler                                              producer's scheduler
     Release{boot, leases: [LeaseName{slot, epoch}]} ────────────────► clears the slots, frees the blocks; no answer
 
-The queries for prompts are in `kvferry.protocol.prompt_queries`, the parts in `kvferry.protocol.description_parts`.
+The queries for prompts are in `kvferry.protocol.prompt_queries`, those for prefixes in
+`kvferry.protocol.prefix_queries`, the parts in `kvferry.protocol.description_parts`.
 
 Evolution rules: a new field needs a default; a field is never retyped or reused; unknown fields are ignored; a new
 message type is only sent to peers that have announced it; anything else raises `CHANNEL_VERSION`.
@@ -52,6 +53,7 @@ from kvferry.protocol.ids import (
     Text,
 )
 from kvferry.protocol.params_mac import MAC_KEY_BYTES
+from kvferry.protocol.prefix_queries import FindPrefixes
 from kvferry.protocol.prompt_queries import Answers, Subscribe, Unsubscribe
 from kvferry.protocol.shared_memory import SharedMemory
 from kvferry.protocol.stream_rows import StreamRows
@@ -135,7 +137,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     ]
 
 
-Request = Hello | Renew | Release | Subscribe | Unsubscribe
+Request = Hello | Renew | Release | Subscribe | FindPrefixes | Unsubscribe
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
