@@ -119,6 +119,8 @@ class Connection:
         return self._on_frame is not None
 
     def send(self, frame: bytes) -> None:
+        if self.is_closed:
+            raise HandshakeFailed("is closed")
         message = decode_request(frame)
         if isinstance(message, Release):
             self.network.released.append(message)
@@ -228,6 +230,47 @@ def test_a_connection_that_breaks_is_made_again_and_all_open_questions_are_repea
     found = [answer.progress for _, answer in network.answers]
     assert found == [PromptProgress.UNKNOWN] * 2 + [PromptProgress.TICKET] * 2
     assert network.counters.total("side_channel_errors") == 1
+
+
+def test_what_a_connection_takes_no_more_is_sent_over_the_next_whatever_else_was_to_be_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "RETRY", Backoff(0.001, 0.01))
+    monkeypatch.setattr("kvferry.link.query_client.MAX_QUERIES", 1)
+    refused: list[int] = []
+    failed: list[str] = []
+
+    def reply(
+        _: Network, __: Producer, message: Subscribe | Unsubscribe
+    ) -> Answers | None:
+        if isinstance(message, Unsubscribe):
+            return None
+        number = message.queries[0].number
+        if number > 1 and not refused:
+            refused.append(number)
+            raise HandshakeFailed("takes no messages")
+        return answered(message, PromptProgress.TICKET)
+
+    async def run() -> Network:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, bug: failed.append(bug["message"]))
+        network = Network(reply)
+        first, *others = (
+            StartQuery((HOST, PORT), query(number)) for number in (1, 2, 3)
+        )
+        await asyncio.wait_for(network.run(first), NEVER_S)
+        await asyncio.wait_for(network.run(*others), NEVER_S)
+        return network
+
+    network = asyncio.run(run())
+    assert not failed
+    assert len(network.connections) == 2
+    settled = [
+        answer.number
+        for _, answer in network.answers
+        if answer.progress is PromptProgress.TICKET
+    ]
+    assert settled == [1, 2, 3]
 
 
 def test_what_one_rank_does_not_know_is_asked_of_its_siblings_and_taken_back_from_both() -> (

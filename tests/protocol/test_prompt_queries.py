@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.handshake import MAX_REQUEST_BYTES, decode_request, encode
+from kvferry.protocol.errors import InvalidMessage, InvalidParams
+from kvferry.protocol.handshake import (
+    MAX_REQUEST_BYTES,
+    Refused,
+    decode_request,
+    encode,
+)
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.params_reader import decode_params
 from kvferry.protocol.prompt_queries import (
@@ -20,6 +25,7 @@ from kvferry.protocol.prompt_queries import (
     PromptQuery,
     Subscribe,
     announced_id,
+    answers_in,
     boot_of,
     decode_answers,
     engine_of,
@@ -59,6 +65,20 @@ def test_params_of_millions_of_empty_containers_are_not_made_into_objects(
         assert tracemalloc.get_traced_memory()[1] < 4 * len(frame)
     finally:
         tracemalloc.stop()
+
+
+def test_answers_are_told_from_other_messages_and_wrong_ones_are_refused() -> None:
+    right = Answers(answers=(Answer(number=1, progress=PromptProgress.QUEUED),))
+    assert answers_in(encode(right)) == right
+    assert answers_in(encode(Refused(field="boot", value="a", expected="b"))) is None
+    unknown_to_this_version = msgspec.msgpack.encode({"type": "news", "answers": 1})
+    assert answers_in(unknown_to_this_version) is None
+    with pytest.raises(InvalidMessage) as wrong:
+        answers_in(msgspec.msgpack.encode({"answers": 1, "type": "answers"}))
+    assert wrong.value.field == "answers"
+    for frame in (b"", b"\xc1", b"\x80", encode(right)[:-1]):
+        with pytest.raises(InvalidMessage):
+            answers_in(frame)
 
 
 def test_a_ticket_comes_as_it_was_given() -> None:

@@ -4,6 +4,8 @@
        ▲             └─ fails ─┐         └─ ends while something is wanted ─┐
        └────────── backoff ◄───┴────────────────────────────────────────────┘
 
+What lasts as long as a connection is the `ConnectedPeer`'s (`connected_peer.py`); here is how there comes to be one.
+
 A link carries messages: renewals and releases, which need no answer; queries, whose answers come when they come; and
 the description that prewarming asks for. When to send which is decided by others: `LeaseRenewer`, `QueryClient` and
 `PeerPrewarmer`. At first each of these had connections, failures and a backoff of its own, so an engine had three
@@ -23,25 +25,23 @@ from typing import Protocol
 
 from kvferry.link import limits
 from kvferry.link.client import SideChannelClient
+from kvferry.link.connected_peer import ConnectedPeer, Use
 from kvferry.link.connection import Connection, within
 from kvferry.link.connection_slots import (
     Address,
-    ConnectionSlot,
     ConnectionSlots,
     ConnectionSlotsSnapshot,
     TurnKind,
 )
 from kvferry.link.counts import Counts
 from kvferry.protocol.errors import (
-    ConnectionEnded,
     HandshakeFailed,
     KvferryError,
     NothingListens,
     PeerRefused,
 )
-from kvferry.protocol.handshake import MAX_PART_FRAME_BYTES
 from kvferry.protocol.hosts import host_port, read_address
-from kvferry.protocol.prompt_queries import MAX_ANSWERS_BYTES, is_answers
+from kvferry.protocol.prompt_queries import MAX_ANSWERS_BYTES, Answers
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
@@ -83,12 +83,8 @@ class Subscriber(Protocol):
     def connected(self) -> None:
         """There is a connection, over which no query was sent."""
 
-    def received(self, frame: bytes) -> None:
-        """Answers have come.
-
-        Raises:
-            InvalidMessage: they are none; the connection ends.
-        """
+    def received(self, answers: Answers) -> None:
+        """Answers have come."""
 
     def failed(self) -> None:
         """A connection has ended, or could not be made."""
@@ -183,34 +179,29 @@ class PeerLink:
         self.has_sent.set()
         self._links = links
         self._task: asyncio.Task[None] | None = None
+        self._peer: ConnectedPeer | None = None
         # What waits for a connection.
         self._messages: deque[Message] = deque()
         self._boot = ""  # of the last message
-        self._made: asyncio.Future[Connection] | None = None
+        self._made: asyncio.Future[ConnectedPeer] | None = None
         # Of an attempt.
         self._kind = TurnKind.NAMED
         self._waits_for_turn = False
         self._failures = 0  # in a row
         self._until_s: float | None = None
         self._is_refused = False
-        # Of a connection.
-        self._connection: Connection | None = None
-        self._slot: ConnectionSlot | None = None
-        self._answer: asyncio.Future[bytes] | None = None
-        self._ignored_bytes = 0
-        self._connected_s = 0.0
-        self._used_s = 0.0
-        self._idle_timer: asyncio.TimerHandle | None = None
 
     @property
-    def is_connected(self) -> bool:
-        """Whether there is a connection now."""
-        return self._connection is not None and not self._connection.ended.done()
+    def peer(self) -> ConnectedPeer | None:
+        """The peer, if there is a connection now."""
+        if self._peer is None or self._peer.ended.done():
+            return None
+        return self._peer
 
     def update(self) -> None:
         """What is wanted of it has changed."""
-        if self._connection is not None:
-            self._update_use()
+        if self._peer is not None:
+            self._peer.set_use(self._use())
         elif not self._is_wanted():
             # What nobody waits for any more must not keep its turn from others. 300 aborted requests that named closed
             # ports kept all connections from honest prompts for 10 s.
@@ -225,10 +216,11 @@ class PeerLink:
     def send(self, message: Message) -> None:
         """Send a message once the peer is connected. One that cannot be sent is dropped, and an error counted."""
         self._check_boot(message.boot)
+        peer = self.peer
         if self._is_refused:
             self._links.counters.add("side_channel_errors")
-        elif self.is_connected:
-            self._send(self._connected(), message)
+        elif peer is not None:
+            self._send(peer, message)
         elif len(self._messages) >= limits.QUEUED_MESSAGES:
             self._links.failed(
                 self.address, "too many messages wait for its connection"
@@ -238,68 +230,18 @@ class PeerLink:
             self.has_sent.clear()
             self.update()
 
-    def send_queries(self, frame: bytes) -> None:
-        """Send the subscriber's message; a peer that takes none loses the connection. Only while there is one."""
-        connection = self._connected()
-        # Not earlier: who is sent nothing but renewals has nothing to answer.
-        connection.max_answer_bytes = MAX_ANSWERS_BYTES
-        try:
-            connection.send(frame)
-        except HandshakeFailed as full:
-            connection.end(full)
-
-    async def connection(self) -> Connection:
-        """The connection; waits for the next attempt to end if there is none. One caller at a time.
+    async def connected(self) -> ConnectedPeer:
+        """The peer; waits for the next attempt to end if it is not connected. One caller at a time.
 
         Raises:
             KvferryError: the attempt has failed.
         """
-        if self.is_connected:
-            return self._connected()
+        if self.peer is not None:
+            return self.peer
         self._made = asyncio.get_running_loop().create_future()
         return await self._made
 
-    async def ask(self, frame: bytes) -> bytes:
-        """Send a request of the handshake, and return its answer. One at a time, and only while there is a connection.
-
-        A caller that does not wait for the answer ends the connection.
-
-        Raises:
-            KvferryError: the connection has ended before the answer.
-        """
-        connection = self._connected()
-        connection.max_answer_bytes = max(
-            connection.max_answer_bytes, MAX_PART_FRAME_BYTES
-        )
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._answer = answer
-        try:
-            connection.send(frame)
-            await asyncio.wait(
-                (answer, connection.ended), return_when=asyncio.FIRST_COMPLETED
-            )
-        except asyncio.CancelledError:
-            # Nothing in an answer says to which request it belongs: a late one would be taken for the next one's.
-            connection.end(HandshakeFailed("has not answered in time"))
-            raise
-        finally:
-            self._answer = None
-        if answer.done():
-            return answer.result()
-        raise connection.ended.result()
-
-    def end(self, why: str) -> None:
-        """End the connection, if there is one: the peer does not do what it must."""
-        if self._connection is not None:
-            self._connection.end(HandshakeFailed(why))
-
-    def _connected(self) -> Connection:
-        connection = self._connection
-        if connection is None or connection.ended.done():
-            raise ConnectionEnded("is not connected")
-        return connection
-
-    # Attempts.
+    # What is wanted of it.
 
     def _has_queries(self) -> bool:
         return self.subscriber is not None and self.subscriber.has_queries
@@ -307,12 +249,25 @@ class PeerLink:
     def _is_wanted(self) -> bool:
         return bool(self._messages) or self._has_queries() or self.is_static
 
+    def _is_needed(self) -> bool:
+        is_needed = self.subscriber is not None and self.subscriber.is_needed
+        return is_needed or self.is_static
+
+    def _use(self) -> Use:
+        if self._is_needed():
+            return Use.NEEDED
+        if self._is_wanted():
+            return Use.WANTED
+        return Use.NONE
+
     def _wanted_kind(self) -> TurnKind:
         if self._messages:
             return TurnKind.MESSAGE
         if self.subscriber is not None and self.subscriber.is_sibling:
             return TurnKind.SIBLING
         return TurnKind.NAMED
+
+    # Attempts.
 
     def _start(self) -> None:
         self._task = asyncio.ensure_future(self._serve())
@@ -323,11 +278,11 @@ class PeerLink:
         self._start()
 
     def _give_up_slot(self) -> None:
-        is_needed = self.subscriber is not None and self.subscriber.is_needed
-        if is_needed or self.is_static or self._messages:
+        if self._is_needed() or self._messages:
             # Its host has more queries than its share: it waits for its turn. Or it was connected before it was static,
             # or its connection has just ended, and messages wait for the next.
-            self.end("has made room for another one")
+            if self._peer is not None:
+                self._peer.end("has made room for another one")
         else:
             self._close()
 
@@ -338,7 +293,7 @@ class PeerLink:
             self._task.cancel()
 
     def _forget(self) -> None:
-        self._disconnected()
+        self._drop_peer()
         self._links.forget(self)
         if self.subscriber is not None:
             self.subscriber.closed()
@@ -353,15 +308,20 @@ class PeerLink:
             self._is_refused = False
             self._restart()
             return
-        age_s = asyncio.get_running_loop().time() - self._connected_s
         is_name = read_address(self.address[0]) is None
-        # Not again and again: clients can make boots up. Nor while it is queried: all queries would fail, every 5 s
-        # where requests for two boots are open, and they find out by themselves whether it is there.
-        may_be_gone = is_name and age_s >= limits.CONNECT_S and not self._has_queries()
-        if self._connection is not None and may_be_gone:
+        # Not while it is queried: all queries would fail, every 5 s where requests for two boots are open, and they
+        # find out by themselves whether it is there.
+        if not is_name or self._peer is None or self._has_queries():
+            return
+        # Not again and again: clients can make boots up.
+        if self._peer.age_s >= limits.CONNECT_S:
             # The host of the old one may be gone without a word. Its connection would take renewals for a minute.
-            self._connection.close(limits.LINGER_MS)
-            self._disconnected()
+            self._drop_peer()
+
+    def _drop_peer(self) -> None:
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
 
     async def _serve(self) -> None:
         """Connect, again and again as long as something is wanted."""
@@ -438,35 +398,43 @@ class PeerLink:
         Raises:
             KvferryError: it cannot be made.
         """
-        slot: ConnectionSlot | None = None
         self._kind = self._wanted_kind()
+        peer = await self._connect()
+        try:
+            self._begin(peer)
+            await asyncio.wait((peer.ended,))
+        finally:
+            peer.close()
+            if self._peer is peer:
+                self._peer = None
+        if peer.has_answered:
+            self._failures = 0
+        # Nothing has failed if it was idle. What was put since it has ended has a new one at once.
+        if self._has_queries() or self.is_static:
+            await self._pause(self._delay_s(), str(peer.ended.result()))
+
+    async def _connect(self) -> ConnectedPeer:
+        slot = None
         if self.is_static:
             connection = await self._open()
             self._links.slots.prove(self.address)
         else:
-            slot = await self._connect_in_turn()
+            self._waits_for_turn = True
+            try:
+                slot = await self._links.slots.connect(
+                    self.address, self._open, self._give_up_slot, self._kind
+                )
+            finally:
+                self._waits_for_turn = False
             connection = slot.connection
-        try:
-            self._begin(connection, slot)
-            await asyncio.wait((connection.ended,))
-        finally:
-            if self._connection is connection:
-                self._disconnected()
-            if slot is not None:
-                slot.close(limits.LINGER_MS)
-            connection.close(limits.LINGER_MS)
-        # Nothing has failed if it was idle. What was put since it has ended has a new one at once.
-        if self._has_queries() or self.is_static:
-            await self._pause(self._delay_s(), str(connection.ended.result()))
-
-    async def _connect_in_turn(self) -> ConnectionSlot:
-        self._waits_for_turn = True
-        try:
-            return await self._links.slots.connect(
-                self.address, self._open, self._give_up_slot, self._kind
-            )
-        finally:
-            self._waits_for_turn = False
+        return ConnectedPeer(
+            self.address,
+            connection,
+            slot,
+            self._use(),
+            on_answers=self._answered,
+            on_idle=self._close,
+        )
 
     async def _open(self) -> Connection:
         self._waits_for_turn = False
@@ -474,104 +442,25 @@ class PeerLink:
         connecting = self._links.client.connect(host, port, MAX_ANSWERS_BYTES)
         return await within(limits.CONNECT_S, connecting)
 
-    # Connected.
-
-    def _begin(self, connection: Connection, slot: ConnectionSlot | None) -> None:
-        self._connection = connection
-        self._slot = slot
-        self._ignored_bytes = 0
-        self._connected_s = asyncio.get_running_loop().time()
-        self._used_s = self._connected_s
-        connection.max_answer_bytes = limits.MAX_IGNORED_BYTES
-        connection.receive_all(self._received)
+    def _begin(self, peer: ConnectedPeer) -> None:
+        """It is connected: send what waits, and tell all who wait."""
+        self._peer = peer
         for message in self._take_messages():
-            self._send(connection, message)
+            self._send(peer, message)
         if self._made is not None and not self._made.done():
-            self._made.set_result(connection)
+            self._made.set_result(peer)
         if self.subscriber is not None:
             self.subscriber.connected()
-        self._update_use()
+        peer.set_use(self._use())
 
-    def _disconnected(self) -> None:
-        self._connection = None
-        self._slot = None
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-            self._idle_timer = None
-
-    def _send(self, connection: Connection, message: Message) -> None:
-        now_s = asyncio.get_running_loop().time()
+    def _send(self, peer: ConnectedPeer, message: Message) -> None:
         try:
-            connection.send(message.frame)
+            peer.send(message.frame)
         except HandshakeFailed as full:
             self._links.failed(self.address, str(full))
-            # Its host may be gone. Many messages at once may fill a living one's queue, too.
-            if now_s >= self._used_s + limits.CONNECT_S:
-                connection.end(full)
-            return
-        self._used_s = now_s
-        self._let_slot()
-        self._links.counters.add(message.metric, amount=message.amount)
-
-    def _update_use(self) -> None:
-        """Let others have its slot, or not, and begin to count its idle time, or end it."""
-        self._let_slot()
-        if self._connection is None:
-            return  # its slot was taken at once
-        is_idle = not self._is_wanted()
-        if is_idle and self._idle_timer is None:
-            self._used_s = asyncio.get_running_loop().time()
-            self._wait_idle(limits.IDLE_S)
-        elif not is_idle and self._idle_timer is not None:
-            self._idle_timer.cancel()
-            self._idle_timer = None
-
-    def _let_slot(self) -> None:
-        """Let others have its slot, unless it is needed; those that were idle for longer go first."""
-        if self._slot is None:
-            return
-        is_needed = self.subscriber is not None and self.subscriber.is_needed
-        if is_needed or self.is_static:
-            self._slot.use()
         else:
-            self._slot.idle()
+            self._links.counters.add(message.metric, amount=message.amount)
 
-    def _wait_idle(self, delay_s: float) -> None:
-        self._idle_timer = asyncio.get_running_loop().call_later(
-            delay_s, self._check_idle
-        )
-
-    def _check_idle(self) -> None:
-        # Messages do not set the timer anew: most connections are used again and again until their engine ends.
-        rest_s = self._used_s + limits.IDLE_S - asyncio.get_running_loop().time()
-        if rest_s > 0:
-            self._wait_idle(rest_s)
-        else:
-            self._close()
-
-    def _received(self, frame: bytes) -> None:
-        if self._connection is None:
-            return  # given up, and about to be closed: nobody is left who has asked
-        try:
-            self._pass_on(frame)
-        except KvferryError as refused:
-            self.end(str(refused))
-        except Exception:
-            logger.exception(
-                "an answer of %s could not be taken", host_port(*self.address)
-            )
-            self.end("an internal error")
-
-    def _pass_on(self, frame: bytes) -> None:
-        if is_answers(frame):
-            if self.subscriber is not None:
-                self._failures = 0
-                self.subscriber.received(frame)
-                return
-        elif self._answer is not None and not self._answer.done():
-            self._failures = 0
-            self._answer.set_result(frame)
-            return
-        self._ignored_bytes += len(frame) + limits.MESSAGE_BYTES
-        if self._ignored_bytes > limits.MAX_IGNORED_BYTES:
-            raise HandshakeFailed("answers what it was not asked")
+    def _answered(self, answers: Answers) -> None:
+        if self.subscriber is not None:
+            self.subscriber.received(answers)

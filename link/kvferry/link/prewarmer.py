@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable
 
 from kvferry.link import limits
 from kvferry.link.client import describe, refusal
+from kvferry.link.connected_peer import ConnectedPeer
 from kvferry.link.connection import within
+from kvferry.link.connection_slots import Address
 from kvferry.link.peer_link import PeerLink, PeerLinks
 from kvferry.protocol.errors import KvferryError, PeerRefused
 from kvferry.protocol.handshake import (
@@ -73,8 +75,8 @@ class PeerPrewarmer:
         link.update()
         while True:
             try:
-                connection = await link.connection()
-                producer = await within(self._timeout_s, self._find(link))
+                peer = await link.connected()
+                producer = await within(self._timeout_s, self._find(peer, link.address))
                 # By the boot: an engine's id may be another engine's, too.
                 if producer.boot == self._own_boot:
                     link.is_static = False
@@ -83,8 +85,8 @@ class PeerPrewarmer:
                 logger.info("peer=%s@%s answers", producer.engine_id, where)
                 self._tell(producer)
                 logged = ""
-                await asyncio.wait((connection.ended,))
-                why = str(connection.ended.result())
+                await asyncio.wait((peer.ended,))
+                why = str(peer.ended.result())
             except KvferryError as error:
                 why = str(error)
             except Exception as bug:
@@ -93,12 +95,12 @@ class PeerPrewarmer:
             if why != logged:
                 logger.warning("prewarming %s: %s", where, why)
                 logged = why
-            if link.is_connected:
+            if link.peer is not None:
                 # It is starting, perhaps. An attempt to connect has a pause of its own.
                 await asyncio.sleep(limits.RETRY.longest_s)
 
-    async def _find(self, link: PeerLink) -> Prewarm:
-        """The engine at the other end of a link.
+    async def _find(self, peer: ConnectedPeer, address: Address) -> Prewarm:
+        """The engine at the other end of a connection.
 
         Raises:
             KvferryError: no usable answer came.
@@ -106,10 +108,10 @@ class PeerPrewarmer:
         hello = Hello(
             engine_id=UNKNOWN_ENGINE, client_id=self._client_id, queries_prompts=True
         )
-        answer = decode_without_workers(await describe(link.ask, hello))
+        answer = decode_without_workers(await describe(peer.ask, hello))
         if isinstance(answer, Refused):
             raise PeerRefused(refusal(answer))
-        host, port = link.address
+        host, port = address
         return Prewarm(
             host=host,
             port=port,

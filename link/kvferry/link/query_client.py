@@ -34,7 +34,6 @@ from kvferry.protocol.prompt_queries import (
     PromptQuery,
     Subscribe,
     Unsubscribe,
-    decode_answers,
 )
 
 OnAnswer = Callable[[Producer, Answer], None]
@@ -92,7 +91,7 @@ class _QueriedProducer:
         """End a query; `update` must follow."""
         del self.queries[number]
         self.needed_for.discard(number)
-        if self._link.is_connected:
+        if self._link.peer is not None:
             self._unsubscribed.append(number)
             self._send_soon()
 
@@ -106,8 +105,7 @@ class _QueriedProducer:
         self._unsent = list(self.queries.values())
         self._send()
 
-    def received(self, frame: bytes) -> None:
-        answers = decode_answers(frame)
+    def received(self, answers: Answers) -> None:
         self._has_answered = True
         self._client.take(self, answers)
 
@@ -127,7 +125,8 @@ class _QueriedProducer:
 
     def _send(self) -> None:
         self._is_sending = False
-        if not self._link.is_connected:
+        peer = self._link.peer
+        if peer is None:
             return
         unsent = [query for query in self._unsent if query.number in self.queries]
         self._unsent = []
@@ -135,13 +134,9 @@ class _QueriedProducer:
         self._unsubscribed = []
         client_id = self._client.client_id
         for queries in _messages(unsent):
-            self._link.send_queries(
-                encode(Subscribe(client_id=client_id, queries=queries))
-            )
+            peer.send_queries(encode(Subscribe(client_id=client_id, queries=queries)))
         for numbers in _messages(unsubscribed):
-            self._link.send_queries(
-                encode(Unsubscribe(client_id=client_id, numbers=numbers))
-            )
+            peer.send_queries(encode(Unsubscribe(client_id=client_id, numbers=numbers)))
         if not self.queries:
             self._stop_timer()
         elif self._repeat_timer is None:
@@ -159,9 +154,10 @@ class _QueriedProducer:
 
     def _repeat(self) -> None:
         self._repeat_timer = None
-        if not self._has_answered:
+        peer = self._link.peer
+        if peer is not None and not self._has_answered:
             # Its host may be gone, which TCP notices much later.
-            self._link.end(f"has not answered for {limits.REPEAT_S:g} s")
+            peer.end(f"has not answered for {limits.REPEAT_S:g} s")
             return
         self._unsent = list(self.queries.values())
         self._send()

@@ -165,15 +165,6 @@ _answers: msgspec.msgpack.Decoder[Answers] = msgspec.msgpack.Decoder(Answers)
 _any: msgspec.msgpack.Decoder[_AnyMessage] = msgspec.msgpack.Decoder(_AnyMessage)
 
 
-def is_answers(frame: bytes) -> bool:
-    """Whether a frame that a listener sent to a client has answers to queries, and no answer to another request.
-
-    Raises:
-        InvalidMessage: it is not one of the protocol's.
-    """
-    return decode(frame, _any, MAX_ANSWERS_BYTES, InvalidMessage).type == "answers"
-
-
 def decode_answers(frame: bytes) -> Answers:
     """Decode a frame that a listener sent to a client.
 
@@ -181,6 +172,22 @@ def decode_answers(frame: bytes) -> Answers:
         InvalidMessage: it is not one of the protocol's.
     """
     return decode(frame, _answers, MAX_ANSWERS_BYTES, InvalidMessage)
+
+
+def answers_in(frame: bytes) -> Answers | None:
+    """The answers to queries in a frame that a listener sent to a client; None if it answers another request.
+
+    Raises:
+        InvalidMessage: it is not one of the protocol's.
+    """
+    try:
+        return decode_answers(frame)
+    except InvalidMessage:
+        # Its tag is read by itself only here, where the frame is most likely of another kind: answers may have
+        # megabytes, and all of them were passed twice.
+        if decode(frame, _any, MAX_ANSWERS_BYTES, InvalidMessage).type == "answers":
+            raise
+        return None
 
 
 def announced_id(boot: BootId, engine_id: str) -> str:
