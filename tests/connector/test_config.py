@@ -187,6 +187,19 @@ WRONG: dict[str, list[Any]] = {
     "decoder_kv_blocks_ttl": [0, 0.01, 86400 * 7 + 1, NAN, "480", True],
     "kv_recompute_threshold": [-1, (1 << 30) + 1, 64.0, "64", False],
     "streaming": ["on", "", "Auto", "true", True, 1, ["auto"], {}],
+    "prefix_pulls": ["on", "", "Auto", "true", True, 1, ["auto"], {}],
+    "prefix_sources": [
+        "10.1.2.3:5600",
+        [5],
+        ["p0"],
+        ["p0:65536"],
+        ["tcp://p0:1"],
+        ["0.0.0.0:5600"],
+        ["p0:1", "p0:1"],
+        [f"p0:{port}" for port in range(1, 10)],
+        True,
+    ],
+    "prefix_pull_min_tokens": [0, -1, (1 << 30) + 1, 256.0, "256", True],
     "lease_slots": [-1, (1 << 20) + 1, 1.5, "8", False],
     "max_leased_fraction": [0, -0.5, 1.01, NAN, "0.5", True],
     "engine_ttl": [NAN, INF, "3600", True, []],
@@ -269,6 +282,18 @@ def test_producers_to_prewarm_are_for_consumers_and_must_be_allowed() -> None:
             check_role(read_config({**named, "allowed_hosts": ["10.1.0.0/16"]}), role)
     with pytest.raises(InvalidConfig, match=r"prewarm_peers .* kv_producer"):
         check_role(read_config(named), "kv_producer")
+
+
+def test_sources_of_prefixes_must_be_allowed_where_a_list_says_who_is() -> None:
+    named = {"prefix_sources": ["10.1.2.3:5600", "[fd00::7]:5600"]}
+    for role in ("kv_consumer", "kv_producer", "kv_both"):
+        check_role(read_config(named), role)
+        check_role(read_config({**named, "allowed_hosts": ["*"]}), role)
+        with pytest.raises(
+            InvalidConfig,
+            match=r"prefix_sources is '\[fd00::7\]:5600'; .* allowed_hosts",
+        ):
+            check_role(read_config({**named, "allowed_hosts": ["10.1.0.0/16"]}), role)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvferry.connector.config_values import (
-    address_of,
     addresses,
     choice,
     hosts,
@@ -21,12 +20,14 @@ from kvferry.connector.config_values import (
     path,
     pool_size,
     share,
+    sources,
     whole,
     yes_or_no,
 )
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.plan.cost import DIRECT_MIN_BYTES
 from kvferry.protocol.errors import InvalidConfig, one_of
+from kvferry.protocol.hosts import address_of
 from kvferry.protocol.params import SHORTEST_LEASE_S
 from kvferry.trace.recorder import DEFAULT_BYTES, SMALLEST_BYTES
 from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
@@ -95,6 +96,24 @@ class FerryConfig:
         choice("auto", "off"),
         "whether routers may send both legs of a request at once, so that decoders ask for a prompt while it is "
         "prefilled: `auto`, once a decoder that can ask has connected; `off`, never",
+    )
+    prefix_pulls: str = _option(
+        "auto",
+        choice("auto", "off"),
+        "whether the first part of a prompt is read from an engine that has it in its cache, where a request or "
+        "`prefix_sources` names one, and whether other engines may read such parts from here: `auto` or `off`, neither",
+    )
+    prefix_sources: tuple[str, ...] = _option(
+        (),
+        sources,
+        "side channels of engines that are asked for the first part of every prompt whose request names none, all at "
+        'once, at most 8; `["10.1.2.3:5600"]`; each prompt waits for one round trip',
+    )
+    prefix_pull_min_tokens: int | None = _option(
+        None,
+        whole(1, 1 << 30),
+        "missing tokens from which the first part of a prompt is read from another engine; default: where it is "
+        "estimated to be sooner than computing, from measured speeds",
     )
     lease_slots: int = _option(
         0,
@@ -252,8 +271,8 @@ def check_role(config: FerryConfig, kv_role: str | None) -> None:
     """Check the configuration against the engine's role.
 
     Raises:
-        InvalidConfig: `prewarm_peers` with a role that does not consume, or with a host that `allowed_hosts` does not
-            list.
+        InvalidConfig: `prewarm_peers` with a role that does not consume; a host in it or in `prefix_sources` that
+            `allowed_hosts` does not list.
     """
     if config.prewarm_peers and kv_role == "kv_producer":
         raise InvalidConfig(
@@ -264,7 +283,12 @@ def check_role(config: FerryConfig, kv_role: str | None) -> None:
     if config.allowed_hosts is None:
         return
     allowed = AllowedHosts.from_entries(config.allowed_hosts)
-    for peer in config.prewarm_peers:
-        host, _ = address_of(peer)
-        if not allowed.allow(host):
-            raise InvalidConfig("prewarm_peers", peer, "hosts that allowed_hosts lists")
+    configured = {
+        "prewarm_peers": config.prewarm_peers,
+        "prefix_sources": config.prefix_sources,
+    }
+    for key, peers in configured.items():
+        for peer in peers:
+            host, _ = address_of(peer)
+            if not allowed.allow(host):
+                raise InvalidConfig(key, peer, "hosts that allowed_hosts lists")

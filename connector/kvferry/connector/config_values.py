@@ -6,14 +6,14 @@ Raises:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.hosts import read_host
+from kvferry.protocol.hosts import address_of
+from kvferry.protocol.prefix_sources import MAX_SOURCES
 
 SMALLEST_POOL_BYTES = 1 << 20
 """Below this size a wave would hold next to nothing."""
@@ -22,30 +22,6 @@ MAX_PREWARM_PEERS = 256
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 """By their text in lower case: the upstream guide writes `"True"`, in quotes."""
-
-_ADDRESS = re.compile(
-    r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]{1,253})):(?P<port>[0-9]{1,5})"
-)
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[address]:port`.
-
-    Raises:
-        ValueError: with the text, if it is neither.
-    """
-    match = _ADDRESS.fullmatch(text)
-    if match is None:
-        raise ValueError(text)
-    port = int(match["port"])
-    if not 1 <= port <= 65535:
-        raise ValueError(text)
-    host = match["six"] or match["name"]
-    try:
-        read_host(host)
-    except ValueError:
-        raise ValueError(text) from None
-    return host, port
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +155,16 @@ def addresses(key: str, value: Any) -> tuple[str, ...]:
     except ValueError as bad:
         raise InvalidConfig(key, str(bad), expected) from None
     return tuple(value)
+
+
+def sources(key: str, value: Any) -> tuple[str, ...]:
+    """Side channels that are asked for prefixes, each `host:port`, each once."""
+    listed = addresses(key, value)
+    # A request asks all of them.
+    if len(listed) > MAX_SOURCES or len(set(listed)) < len(listed):
+        expected = f"at most {MAX_SOURCES} side channels, each once"
+        raise InvalidConfig(key, list(listed), expected)
+    return listed
 
 
 def names(key: str, value: Any) -> tuple[str, ...]:

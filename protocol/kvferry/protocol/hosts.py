@@ -31,6 +31,9 @@ _NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 _MAX_NAME = 253
 _OLD_NUMBERS = re.compile(r"(0x[0-9a-f]*|[0-9]+)(\.(0x[0-9a-f]*|[0-9]+)){0,3}")
 """Other IPv4 spellings that the C library accepts: fewer parts, octal, hexadecimal."""
+_ADDRESS = re.compile(
+    r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^\s:/\[\]]{1,253})):(?P<port>[0-9]{1,5})"
+)
 # Linux takes 0.0.0.0 for this host, and no other address of this network for any.
 _THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
 _BROADCAST = ipaddress.IPv4Address("255.255.255.255")
@@ -43,6 +46,26 @@ def host_port(host: object, port: int) -> str:
     if is_bare_ipv6:
         text = f"[{text}]"
     return f"{text}:{port}"
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[address]:port`.
+
+    Raises:
+        ValueError: with the text, if it is neither.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    port = int(match["port"])
+    if not 1 <= port <= 65535:
+        raise ValueError(text)
+    host = match["six"] or match["name"]
+    try:
+        read_host(host)
+    except ValueError:
+        raise ValueError(text) from None
+    return host, port
 
 
 def read_host(text: str) -> Address | str:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 
 from kvferry.connector.allowed_hosts import AllowedHosts, warn_of_trust
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.config_values import address_of
 from kvferry.connector.engine.local_engine import LocalEngine, write_description
 from kvferry.connector.messages import workers_of
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
@@ -28,7 +27,7 @@ from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.secrets import VARIABLE, Secrets
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
-from kvferry.protocol.hosts import HOST_VARIABLE, host_port
+from kvferry.protocol.hosts import HOST_VARIABLE, address_of, host_port
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.prompt_queries import announced_id
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
