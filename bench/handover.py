@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 
-from bench.figures import Chart, Results, Series, Table, publish, spread
+from bench.figures import Cell, Chart, Results, Series, Table, publish, spread
 from bench.provenance import begin
 from bench.transfer import NO_LEASE, in_turn, pages_of, timed
 from bench.transfer_engines import Bench, two_processes, use_huge_pages
@@ -214,6 +214,72 @@ def run(
         )
 
 
+LONG_COLUMNS = (
+    "engines",
+    "tokens",
+    "MB",
+    "descriptors",
+    "staged, MB",
+    "mapped, MB",
+    "turns",
+    "handover, ms",
+    "range, ms",
+    "GB/s",
+    "bare NIXL, GB/s",
+    "plain copy, GB/s",
+)
+SHORT_COLUMNS = (
+    "engines",
+    "KiB",
+    "turns",
+    "handover, ms",
+    "range, ms",
+    "bare NIXL, ms",
+    "plain copy, ms",
+)
+
+
+def _by_way(
+    title: str, found: Sequence[Measured]
+) -> Iterator[tuple[str, Sequence[Measured]]]:
+    """Those that read by NIXL, and those that read mapped memory; neither if there are none."""
+    by_nixl = [one for one in found if one.engines.way != "mapped"]
+    mapped = [one for one in found if one.engines.way == "mapped"]
+    for way, some in (("by NIXL", by_nixl), ("mapped", mapped)):
+        if some:
+            yield f"{title} {way}", some
+
+
+def _long_row(one: Measured) -> Sequence[Cell]:
+    return (
+        one.engines.title,
+        one.tokens,
+        one.num_bytes / 1e6,
+        one.descriptors,
+        one.staged_bytes / 1e6,
+        one.mapped_bytes / 1e6,
+        len(one.ms[HANDOVER]),
+        statistics.median(one.ms[HANDOVER]),
+        spread(one.ms[HANDOVER]),
+        *(one.gb_s(name) for name in (HANDOVER, BARE, COPY)),
+    )
+
+
+def _short_row(one: Measured) -> Sequence[Cell]:
+    others_ms = (
+        statistics.median(one.ms[name]) if name in one.ms else None
+        for name in (BARE, COPY)
+    )
+    return (
+        one.engines.title,
+        one.num_bytes / 1024,
+        len(one.ms[HANDOVER]),
+        statistics.median(one.ms[HANDOVER]),
+        spread(one.ms[HANDOVER]),
+        *others_ms,
+    )
+
+
 def results_of(
     found: Sequence[Measured],
     short: Sequence[Measured],
@@ -222,63 +288,16 @@ def results_of(
     *,
     quick: bool,
 ) -> Results:
-    """A table of long loads and their chart, and a table of short ones."""
-    rows = [
-        [
-            one.engines.title,
-            one.tokens,
-            one.num_bytes / 1e6,
-            one.descriptors,
-            one.staged_bytes / 1e6,
-            one.mapped_bytes / 1e6,
-            len(one.ms[HANDOVER]),
-            statistics.median(one.ms[HANDOVER]),
-            spread(one.ms[HANDOVER]),
-            *(one.gb_s(name) for name in (HANDOVER, BARE, COPY)),
-        ]
-        for one in found
-    ]
-    columns = (
-        "engines",
-        "tokens",
-        "MB",
-        "descriptors",
-        "staged, MB",
-        "mapped, MB",
-        "turns",
-        "handover, ms",
-        "range, ms",
-    )
-    short_rows = [
-        [
-            one.engines.title,
-            one.num_bytes / 1024,
-            len(one.ms[HANDOVER]),
-            statistics.median(one.ms[HANDOVER]),
-            spread(one.ms[HANDOVER]),
-            *(
-                statistics.median(one.ms[name]) if name in one.ms else None
-                for name in (BARE, COPY)
-            ),
-        ]
-        for one in short
-    ]
+    """Tables of long loads and their chart, and tables of short ones."""
+    # The page has tables of six rows at most.
     tables = [
-        Table(
-            "Handovers", (*columns, "GB/s", "bare NIXL, GB/s", "plain copy, GB/s"), rows
-        )
+        Table(title, LONG_COLUMNS, [_long_row(one) for one in some])
+        for title, some in _by_way("Handovers", found)
     ]
-    if short_rows:
-        short_columns = (
-            "engines",
-            "KiB",
-            "turns",
-            "handover, ms",
-            "range, ms",
-            "bare NIXL, ms",
-            "plain copy, ms",
-        )
-        tables.append(Table("Short loads", short_columns, short_rows))
+    tables += [
+        Table(title, SHORT_COLUMNS, [_short_row(one) for one in some])
+        for title, some in _by_way("Short loads", short)
+    ]
     direct = PAIRS[0].title
     titles = dict.fromkeys(one.engines.title for one in found)
     lines = [(f"kvferry, {engines}", HANDOVER, engines) for engines in titles]

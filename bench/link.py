@@ -87,7 +87,6 @@ class Exchanges:
         p99_s = took_s[math.ceil(0.99 * len(took_s)) - 1]
         each_us = 1e6 * self.processor_s / len(took_s)
         return (
-            self.kind,
             self.peers,
             len(took_s),
             1e3 * statistics.median(took_s),
@@ -176,7 +175,7 @@ def producers(count: int) -> Iterator[tuple[list[Producer], Callable[[], float]]
 
 def first_contacts(addresses: Sequence[Producer], rounds: int) -> Exchanges:
     """All at once, as a worker's loads request them: its limits on handshakes hold."""
-    measured = Exchanges("first contact", len(addresses))
+    measured = Exchanges("First contact", len(addresses))
     engine = samples.engine(workers=[samples.worker([samples.tensor()])])
     keys = [PeerKey(host, port, ENGINE_ID, BOOT) for host, port in addresses]
     for _ in range(rounds):
@@ -210,7 +209,7 @@ def renewals(
     addresses: Sequence[Producer], arrival_s: Callable[[], float], rounds: int
 ) -> Exchanges:
     """One lease of each producer, all due at the same moment."""
-    measured = Exchanges("renewal", len(addresses))
+    measured = Exchanges("Renewal", len(addresses))
     with contextlib.closing(_renewer()) as renewer:
         # The first round connects, and is not counted.
         for number in range(rounds + 1):
@@ -230,7 +229,7 @@ def renewals(
 
 def queries(addresses: Sequence[Producer], rounds: int) -> Exchanges:
     """One prompt that no producer knows is queried of each at the same moment."""
-    measured = Exchanges("query", len(addresses))
+    measured = Exchanges("Query", len(addresses))
     answered: queue.SimpleQueue[float] = queue.SimpleQueue()
 
     def on_answer(producer: Producer, answer: Answer) -> None:
@@ -269,12 +268,16 @@ def run(peers: Sequence[int], rounds: int, *, quick: bool) -> Results:
                 renewals(chosen, arrival_s, rounds),
                 queries(chosen, rounds),
             ]
-    columns = ("exchange", "peers", "n", "p50, ms", "p99, ms", "processor each, µs")
-    rows = [one.row() for one in sorted(measured, key=lambda one: one.kind)]
+    columns = ("peers", "n", "p50, ms", "p99, ms", "processor each, µs")
+    kinds = dict.fromkeys(one.kind for one in measured)
+    tables = [
+        Table(kind, columns, [one.row() for one in measured if one.kind == kind])
+        for kind in kinds
+    ]
     return Results(
         command="python -m bench.link" + " --quick" * quick,
         what=WHAT,
-        tables=(Table("Exchanges of the side channel", columns, rows),),
+        tables=tables,
         notes=(
             "Processor time is that of the consumer's whole process: the link's thread, ZMQ's and the caller's. It is "
             "what to compare on a machine with other work, where times by the wall say little.",
