@@ -122,6 +122,21 @@ class GrowingChain:
         start = len(self._whole) * CHUNK_TOKENS
         return (*self._whole, *self._after(start, num_tokens))
 
+    def last_digest(self, num_tokens: int) -> str:
+        """The last of `digests(num_tokens)`, without making a tuple of all of them.
+
+        Raises:
+            ValueError: as `digest_chain`; no tokens.
+        """
+        _check_within(self._prompt, num_tokens)
+        self.grow(num_tokens)
+        whole, more = divmod(num_tokens, CHUNK_TOKENS)
+        if more:
+            return self._after(whole * CHUNK_TOKENS, num_tokens)[-1]
+        if not whole:
+            raise ValueError("no tokens have no digest")
+        return self._whole[whole - 1]
+
     def _after(self, start: int, stop: int) -> list[str]:
         tokens = self._prompt.tokens[start:stop]
         encoded = _as_uint32(tokens, len(tokens))

@@ -44,10 +44,14 @@ class BlockReferences:
 
     def keep(self, lease: ProducerLease) -> None:
         """Take a reference on each block of a request that has ended."""
-        self.held[lease.request_id] = lease
-        self._held.update(lease.block_ids)
+        self.take_over(lease)
         if self._pool is not None:
             self._pool.keep(lease.block_ids)
+
+    def take_over(self, lease: ProducerLease) -> None:
+        """The references on the blocks of a lease, which its caller has taken, are the lease's from now on."""
+        self.held[lease.request_id] = lease
+        self._held.update(lease.block_ids)
 
     def end(self, lease: ProducerLease) -> None:
         """The lease has ended; its blocks are freed when every worker has acknowledged it."""

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 
+PREFIX_S = 5.0
+"""Lifetime of a prefix's lease without a renewal: who has asked for it waits for it, and renews it at once."""
 SCAN_S = 10e-6
 """Wait per held lease until deadlines are checked again: a hundred times what the check costs."""
 
@@ -20,7 +22,11 @@ class Deadlines:
     """
 
     def __init__(self, lease_s: float, turn_s: float) -> None:
-        self._lifetime_s = {LeaseUse.PROMPT: lease_s, LeaseUse.TURN: turn_s}
+        self._lifetime_s = {
+            LeaseUse.PROMPT: lease_s,
+            LeaseUse.TURN: turn_s,
+            LeaseUse.PREFIX: min(lease_s, PREFIX_S),
+        }
         # No deadline passes before this time. It may be too early, after a renewal or an end; never too late.
         self._next_due_s = math.inf
 

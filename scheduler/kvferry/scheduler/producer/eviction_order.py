@@ -1,8 +1,10 @@
 """Lease eviction: which held leases end when blocks are needed, in what order, and how many.
 
-Until a consumer renews a lease it is unknown whether it will be read. So turns that no consumer has renewed go first,
-then prompts that no consumer has renewed in time. Leases that may still be read go only when the shortage has lasted
-for a heartbeat: waiting for slower consumers costs nothing, while every lease that ends unread costs a prefill.
+Prefixes go before everything else, as soon as the engine's own requests may need their blocks: whoever loses one
+computes it, which no other engine has done for it alone. Until a consumer renews a lease it is unknown whether it will
+be read. So next come turns that no consumer has renewed, then prompts that no consumer has renewed in time. Leases that
+may still be read go only when the shortage has lasted for a heartbeat: waiting for slower consumers costs nothing,
+while every lease that ends unread costs a prefill.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from kvferry.scheduler.producer.ledger import ProducerLedger
 class Rank(enum.IntEnum):
     """The order of eviction; within a rank the longest held goes first."""
 
-    IDLE_TURN = 0
+    PREFIX = 0
+    """The first tokens of a prompt, read by another engine."""
+    IDLE_TURN = 1
     """A turn that no consumer has renewed within a lease's time."""
-    DESERTED_PROMPT = 1
+    DESERTED_PROMPT = 2
     """Held for two heartbeats and not renewed by a consumer."""
-    FRESH_PROMPT = 2
+    FRESH_PROMPT = 3
     """Not renewed, but held for less than two heartbeats."""
-    CLAIMED_TURN = 3
-    CLAIMED_PROMPT = 4
+    CLAIMED_TURN = 4
+    CLAIMED_PROMPT = 5
     """A consumer has renewed it within a lease's time."""
 
 
@@ -41,9 +45,9 @@ class Demand:
     Attributes:
         free: blocks in the pool, or on their way back into it.
         need: blocks that must be free for a waiting request.
-        reserve: further blocks that turns have to leave free.
+        reserve: further blocks that prefixes and turns have to leave free.
         cap: most blocks that leases alone may keep.
-        are_slots_short: whether turns occupy slots that other leases will need.
+        are_slots_short: whether prefixes and turns occupy slots that other leases will need.
         lasts: whether `need` or `cap` has been missed for a heartbeat.
     """
 
@@ -57,6 +61,8 @@ class Demand:
 
 def rank_of(lease: ProducerLease, clock_s: float, heartbeat_s: float) -> Rank | None:
     """The rank of a held lease; None for a prompt that must not be evicted yet."""
+    if lease.use is LeaseUse.PREFIX:
+        return Rank.PREFIX
     is_claimed = lease.claimed_until_s > clock_s
     if lease.use is LeaseUse.TURN:
         return Rank.CLAIMED_TURN if is_claimed else Rank.IDLE_TURN
@@ -112,7 +118,7 @@ def evict(
     for rank, lease in candidates:
         lacks_blocks = free < demand.need
         are_too_many_leased = leased > demand.cap
-        if rank is Rank.IDLE_TURN:
+        if rank in (Rank.PREFIX, Rank.IDLE_TURN):
             lacks_reserve = free < demand.need + demand.reserve
             must_end = (
                 lacks_blocks or are_too_many_leased or are_slots_short or lacks_reserve

@@ -63,6 +63,8 @@ class LeaseUse(TableEnum):
     """A prompt that was prefilled here, for the engine that decodes it: read soon, or never."""
     TURN = "turns"
     """A prompt and its answer decoded here, for the prefill of the conversation's next turn: at an unknown time."""
+    PREFIX = "prefixes"
+    """The first tokens of a prompt that are in the cache anyway, for an engine that has found them: read at once."""
 
 
 @dataclass(slots=True, eq=False)

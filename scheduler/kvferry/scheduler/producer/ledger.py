@@ -54,12 +54,14 @@ class ProducerLedger:
         requests: this engine's; the consumer's ledger has the same.
         stream_rows: prompts that are read while they are computed, at most.
         counters: counts `leases_opened`, `leases_refused` and, by how they ended, `leases_released`; for turns
-            `turns_opened`, `turns_refused`, `turns_released`, and `turns_offered` when they are held.
+            `turns_opened`, `turns_refused`, `turns_released`, and `turns_offered` when they are held; for prefixes
+            `prefixes_opened` and `prefixes_released`.
 
     Attributes:
         slots: slots of the lease table.
         streams: leases that are read while their prompts are computed.
         block_references: references of leases on blocks, after the end of their requests.
+        num_prefixes, num_prefix_blocks: leases of prefixes, and their blocks, shared or not.
         clock: seconds that this process was awake; every step winds it.
         observer: called for every lease that is opened, and for every one that is over.
     """
@@ -83,6 +85,8 @@ class ProducerLedger:
         self.block_references = BlockReferences(pool)
         self.clock = AwakeClock(heartbeat_s(lease_s))
         self.observer = LeaseObserver()
+        self.num_prefixes = 0
+        self.num_prefix_blocks = 0
         self._deadlines = Deadlines(lease_s, lease_s if turn_s is None else turn_s)
         self._workers = range(workers)
         self._counters = counters
@@ -188,6 +192,49 @@ class ProducerLedger:
             self.request_ended(lease)
             if lease.use is LeaseUse.TURN:
                 self._counters.add("turns_offered")
+        return lease
+
+    def hold_prefix(
+        self,
+        name: str,
+        worker_blocks: Blocks,
+        block_ids: tuple[int, ...],
+        *,
+        is_computed: bool,
+    ) -> ProducerLease:
+        """Open a lease of blocks that are in the cache, and on which the caller has taken a reference each.
+
+        Args:
+            name: for the workers' reports, in place of a request's id; no request and no earlier lease has it.
+            worker_blocks: the blocks that are sent to the workers.
+            block_ids: the blocks, without duplicates. Their references are the lease's from now on.
+            is_computed: whether no step that computes any of them is to be launched yet.
+
+        Raises:
+            LocalProtocolError: no slot is free, or the name is used.
+        """
+        record = self._requests.enter(name)
+        if record.lease is not None or not self.slots.free:
+            raise LocalProtocolError(
+                f"prefix {name}: {self.slots.free} slots are free, and its name is used"
+            )
+        lease = ProducerLease(name, LeaseUse.PREFIX, is_running=False)
+        record.lease = lease
+        self._advance(lease, LeaseEvent.OPEN)
+        self._orders.opens.append(self.slots.take(lease))
+        self._advance(lease, LeaseEvent.COMPLETE)
+        lease.block_ids = block_ids
+        self.block_references.take_over(lease)
+        self.num_prefixes += 1
+        self.num_prefix_blocks += len(block_ids)
+        order = lease.hold_order(worker_blocks)
+        if is_computed:
+            self._orders.holds.append(order)
+        else:
+            self._orders.completions.append(order)
+        self.start_deadline(lease)
+        self._counters.add("prefixes_opened")
+        self.observer.lease_opened(lease)
         return lease
 
     def request_ended(self, lease: ProducerLease) -> None:
@@ -328,6 +375,13 @@ class ProducerLedger:
         leases = list(self._all())
         self.streams.check_integrity(leases)
         states = Counter(lease.state.value for lease in leases)
+        prefixes = [lease for lease in leases if lease.use is LeaseUse.PREFIX]
+        num_prefix_blocks = sum(len(lease.block_ids) for lease in prefixes)
+        counted = (self.num_prefixes, self.num_prefix_blocks)
+        if counted != (len(prefixes), num_prefix_blocks):
+            raise LocalProtocolError(
+                f"prefixes: {counted} leases and blocks counted, there are {len(prefixes)}, {num_prefix_blocks}"
+            )
         kept = self.block_references.num_requests
         keeping = sum(lease.keeps_blocks for lease in leases)
         if kept != keeping:
@@ -369,3 +423,6 @@ class ProducerLedger:
         if lease.state is not LeaseState.INTENDED:
             self.slots.give_back(lease)
             self.streams.over(lease)
+        if lease.use is LeaseUse.PREFIX:
+            self.num_prefixes -= 1
+            self.num_prefix_blocks -= len(lease.block_ids)

@@ -1,0 +1,445 @@
+"""Queries of other engines for leading tokens of their prompts, and what this engine has in its cache of them.
+
+    the engine's thread                              the listener's thread
+    admitted, grown ── sequences ──────────────────► listed by their digests (`prefix_index.py`)
+                                                     find: looked up in vLLM's prefix cache ◄── FindPrefixes ── clients
+    take_wanted ◄── what was found ────────────────  Answer queued ─────────────────────────────────────────►
+    opened, refused, changed ── queries ───────────► changes: Answer ticket, or over ───────────────────────►
+    take_given_up ◄── those that nobody waits for ─  unsubscribe ◄───────────────────────── Unsubscribe ─── clients
+
+Digests are made, and vLLM's cache is looked through, on the listener's thread. What it finds may be gone a moment
+later: the engine's thread checks it again when it takes references on the blocks, and alone opens leases.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+import msgspec
+
+from kvferry.link.counts import Counts
+from kvferry.protocol.digests import DIGEST_BYTES, Prompt
+from kvferry.protocol.params import RemotePrefill
+from kvferry.protocol.prefix_queries import FindPrefixes, PrefixQuery, PrefixRefusal
+from kvferry.protocol.prompt_queries import (
+    Answer,
+    Answers,
+    PromptProgress,
+    Unsubscribe,
+    encode_params,
+)
+from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.producer.listed_prompt import Claimant
+from kvferry.scheduler.producer.prefix_index import (
+    ListedSequence,
+    PrefixIndex,
+    ProvenPrefix,
+    list_sequence,
+)
+
+MAX_CHUNKS = 1 << 15
+"""Most chunks that are listed: eight million tokens, in some 40 MB with blocks of 16."""
+MAX_OPEN = 1024
+"""Most queries of all clients together that have found something; one more is refused."""
+QUERY_S = 30.0
+"""A query that is not repeated for this long is given up."""
+
+_MAX_REPORTS = 4096
+"""Most sequences that wait to be listed; the oldest is dropped first."""
+_MANY_REPORTS = 64
+"""From so many on the listener's thread lists them although no query has come."""
+_LOOK_UPS = 3
+"""A prefix that is gone when its blocks are to be kept is looked up again, so many times in all."""
+_FORGOTTEN_AT_ONCE = 256
+
+# As in `prompt_directory.py`: a thread that does not wait gives the interpreter's lock away after 5 ms only.
+_HELD_S = 100e-6
+_RELEASED_S = 50e-6
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """What vLLM's prefix cache has of a sequence, at one moment.
+
+    Attributes:
+        num_tokens: how many of its first tokens.
+        blocks: per cache group of the engine the blocks of these tokens, the null block (0) where none is needed.
+        block_ids: all of them once, without the null block.
+        hashes: vLLM's key of each of `block_ids`: as long as a block has it, it has this content, or will when the
+            steps that were scheduled have run.
+    """
+
+    num_tokens: int
+    blocks: tuple[tuple[int, ...], ...]
+    block_ids: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+
+
+class PrefixLookup(Protocol):
+    """vLLM's prefix cache.
+
+    Attributes:
+        hash_tokens: tokens of a block of which vLLM makes a hash; 0 if prefixes are not cached.
+        hit_tokens: prefix hits end at multiples of it.
+    """
+
+    hash_tokens: int
+    hit_tokens: int
+
+    def find(
+        self, hashes: Sequence[bytes], num_tokens: int, pause: Callable[[], None]
+    ) -> CachedPrefix | None:
+        """The longest prefix of a sequence with these hashes that is cached, at most so many tokens.
+
+        May be called on any thread: what changes meanwhile is found, or not. None for nothing.
+
+        Args:
+            pause: called again and again meanwhile.
+        """
+
+
+MakeParams = Callable[[CachedPrefix, tuple[str, ...], ProducerLease], RemotePrefill]
+"""The signed params of a prefix with these digests, under this lease."""
+
+
+@dataclass(slots=True, eq=False)
+class QueriedPrefix:
+    """A query that has found a prefix.
+
+    Attributes:
+        claimant: whose query it is.
+        peer: the routing id of the client's connection.
+        whole: what tells the query from another one of its number: the last digest of its chain, the chain's length,
+            and the fewest tokens.
+        found: what the listener's thread has found last.
+        digests: of the tokens in `found`.
+        generation: of the engine's cache when it was found.
+        look_ups: how often it was looked up.
+        lease: set by the engine's thread when the blocks are held.
+        refusal: why there will be no ticket; set by the engine's thread.
+        is_given_up: whether nobody waits for the ticket any more; set by the listener's thread.
+        encoded: the params of the ticket, once it was sent: then the lease is the client's.
+    """
+
+    claimant: Claimant
+    peer: bytes
+    proven: ProvenPrefix
+    whole: tuple[bytes, int, int]
+    found: CachedPrefix
+    digests: tuple[str, ...]
+    generation: int
+    repeated_s: float
+    look_ups: int = 1
+    lease: ProducerLease | None = None
+    refusal: PrefixRefusal | None = None
+    is_given_up: bool = False
+    encoded: msgspec.Raw | None = None
+
+    @property
+    def min_tokens(self) -> int:
+        return self.whole[2]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixDirectorySnapshot:
+    """Attributes:
+    num_chunks: that are listed.
+    open: the queries that have found something and are not settled.
+    """
+
+    num_chunks: int
+    open: frozenset[Claimant]
+
+
+class PrefixDirectory:
+    """Prefixes in one engine's cache, and queries for them: `kvferry.link.server.Prefixes`.
+
+    Args:
+        cache: of this engine.
+        make_params: called on the listener's thread.
+        counters: counts `prefixes_refused` by reason.
+        clock: monotonic seconds.
+
+    Attributes:
+        wake: called on the engine's thread when there may be `changes` to send.
+        wake_engine: called on the listener's thread when a step has something to do.
+        generation: how often the engine's cache was emptied; changed by the engine's thread.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixLookup,
+        make_params: MakeParams,
+        counters: Counts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self.wake_engine: Callable[[], None] = lambda: None
+        self.generation = 0
+        self._cache = cache
+        self._make_params = make_params
+        self._counters = counters
+        self._clock = clock
+        # Both threads add to and take from these without a lock.
+        self._reports: deque[ListedSequence] = deque(maxlen=_MAX_REPORTS)
+        self._news: queue.SimpleQueue[QueriedPrefix] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[QueriedPrefix] = queue.SimpleQueue()
+        self._given_up: queue.SimpleQueue[QueriedPrefix] = queue.SimpleQueue()
+        # Of the listener's thread:
+        self._index = PrefixIndex(MAX_CHUNKS)
+        self._indexed_generation = 0
+        # The one repeated longest ago is first.
+        self._open: dict[Claimant, QueriedPrefix] = {}
+        self._released_s = 0.0
+
+    # For the engine's thread. None of it waits, and each takes the same time whatever others query.
+
+    def admitted(
+        self, prompt: Prompt, block_hashes: Sequence[bytes], num_tokens: int
+    ) -> ListedSequence:
+        """A request is scheduled that computes so many tokens, and whose blocks others may hit.
+
+        Args:
+            prompt: its tokens may grow, and are not changed otherwise.
+            block_hashes: vLLM's, which grow, too.
+        """
+        sequence = ListedSequence(prompt, block_hashes, num_tokens, self.generation)
+        self._reports.append(sequence)
+        return sequence
+
+    def grown(self, sequence: ListedSequence, num_tokens: int) -> None:
+        """The sequence has so many tokens now."""
+        sequence.num_tokens = num_tokens
+        self._reports.append(sequence)
+
+    def reset(self) -> None:
+        """The engine's cache is emptied, or its content means something else: all that was listed is forgotten."""
+        self.generation += 1
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether a step has queries to take."""
+        return not (self._wanted.empty() and self._given_up.empty())
+
+    def take_wanted(self) -> list[QueriedPrefix]:
+        """Queries that have found something since the last call."""
+        return _take_all(self._wanted)
+
+    def take_given_up(self) -> list[QueriedPrefix]:
+        """Queries for whose tickets nobody waits any more."""
+        return _take_all(self._given_up)
+
+    def opened(self, queried: QueriedPrefix, lease: ProducerLease) -> None:
+        """The blocks of what it has found are held under this lease."""
+        queried.lease = lease
+        self._report(queried)
+
+    def refused(self, queried: QueriedPrefix, reason: PrefixRefusal) -> None:
+        """It gets no ticket."""
+        queried.refusal = reason
+        self._report(queried)
+
+    def changed(self, queried: QueriedPrefix) -> None:
+        """What it has found is not in the cache any more: it is looked up again."""
+        self._report(queried)
+
+    # For the listener's thread.
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `changes` has something to do."""
+        return not self._news.empty() or len(self._reports) >= _MANY_REPORTS
+
+    def snapshot(self) -> PrefixDirectorySnapshot:
+        """What the listener's thread knows now. May be called on another thread while that one waits."""
+        return PrefixDirectorySnapshot(len(self._index), frozenset(self._open))
+
+    def find(self, peer: bytes, request: FindPrefixes) -> Answers:
+        """Answer queries, and remember those that have found something until they are settled."""
+        self._released_s = time.perf_counter()
+        self._list_reported()
+        answers: list[Answer] = []
+        for query in request.queries:
+            claimant = (request.client_id, query.number)
+            answers.append(self._find(claimant, peer, query))
+            self._pause()
+        return Answers(answers=tuple(answers))
+
+    def unsubscribe(self, request: Unsubscribe) -> None:
+        """These queries are settled. A lease whose ticket was not sent ends."""
+        for number in request.numbers:
+            self._forget((request.client_id, number))
+
+    def changes(self) -> list[tuple[bytes, Answers]]:
+        """New answers to remembered queries since the last call, by connection."""
+        self._released_s = time.perf_counter()
+        self._list_reported()
+        self._forget_old()
+        answers_by_peer: dict[bytes, list[Answer]] = {}
+        for queried in _take_all(self._news):
+            if self._open.get(queried.claimant) is not queried:
+                continue
+            if queried.lease is None and queried.refusal is None:
+                self._look_up_again(queried)
+            if queried.lease is not None or queried.refusal is not None:
+                answers = answers_by_peer.setdefault(queried.peer, [])
+                answers.append(self._answer(queried))
+            self._pause()
+        return [
+            (peer, Answers(answers=tuple(answers)))
+            for peer, answers in answers_by_peer.items()
+        ]
+
+    # On the engine's thread.
+
+    def _report(self, queried: QueriedPrefix) -> None:
+        self._news.put(queried)
+        self.wake()
+
+    # On the listener's thread.
+
+    def _list_reported(self) -> None:
+        """List the sequences that were reported, the newest first."""
+        generation = self.generation
+        if self._indexed_generation != generation:
+            self._indexed_generation = generation
+            self._index.clear()
+        while self._reports:
+            sequence = self._reports.pop()
+            if sequence.generation != generation or not self._cache.hash_tokens:
+                continue
+            try:
+                list_sequence(
+                    self._index,
+                    sequence,
+                    self._cache.hash_tokens,
+                    self._cache.hit_tokens,
+                    self._pause,
+                )
+            except ValueError:
+                # A token id that no digest covers. The request runs, and is found by nobody.
+                continue
+
+    def _find(self, claimant: Claimant, peer: bytes, query: PrefixQuery) -> Answer:
+        chain = query.chain
+        whole = (chain[-DIGEST_BYTES:], len(chain), query.min_tokens)
+        now_s = self._clock()
+        queried = self._open.get(claimant)
+        if queried is not None and queried.whole == whole:
+            queried.peer = peer
+            queried.repeated_s = now_s
+            self._open[claimant] = self._open.pop(claimant)
+            return self._answer(queried)
+        self._forget(claimant)
+        proven = ProvenPrefix(chain, self._index.leading(chain))
+        found = self._look_up(proven, query.min_tokens)
+        if found is None:
+            return self._refusal(query.number, PrefixRefusal.NO_PREFIX)
+        if len(self._open) >= MAX_OPEN:
+            return self._refusal(query.number, PrefixRefusal.NO_LEASE)
+        cached, digests = found
+        queried = QueriedPrefix(
+            claimant,
+            peer,
+            proven,
+            whole,
+            cached,
+            digests,
+            self._indexed_generation,
+            now_s,
+        )
+        self._open[claimant] = queried
+        self._want(queried)
+        return self._answer(queried)
+
+    def _look_up(
+        self, proven: ProvenPrefix, min_tokens: int
+    ) -> tuple[CachedPrefix, tuple[str, ...]] | None:
+        """What is cached of a proven prefix, and its digests."""
+        longest = proven.num_tokens
+        while longest >= min_tokens:
+            found = self._cache.find(proven.hashes, longest, self._pause)
+            if found is None or found.num_tokens < min_tokens:
+                return None
+            digests = proven.digests(found.num_tokens)
+            if digests is not None:
+                return found, digests
+            # Windows and states are cached for one length: what is cached for this one may not do for a shorter.
+            longest = proven.shorter(found.num_tokens)
+        return None
+
+    def _look_up_again(self, queried: QueriedPrefix) -> None:
+        found = None
+        is_listed = queried.generation == self.generation
+        if is_listed and queried.look_ups < _LOOK_UPS:
+            queried.look_ups += 1
+            found = self._look_up(queried.proven, queried.min_tokens)
+        if found is None:
+            queried.refusal = PrefixRefusal.NO_PREFIX
+            return
+        queried.found, queried.digests = found
+        self._want(queried)
+
+    def _want(self, queried: QueriedPrefix) -> None:
+        self._wanted.put(queried)
+        self.wake_engine()
+
+    def _answer(self, queried: QueriedPrefix) -> Answer:
+        _, number = queried.claimant
+        # Read once each: the engine's thread may set them at any moment.
+        lease = queried.lease
+        refusal = queried.refusal
+        if lease is not None and lease.ended_by:
+            refusal = PrefixRefusal.LEASE_OVER
+        if refusal is not None:
+            self._open.pop(queried.claimant, None)
+            return self._refusal(number, refusal)
+        if lease is None:
+            return Answer(number=number, progress=PromptProgress.QUEUED)
+        if queried.encoded is None:
+            params = self._make_params(queried.found, queried.digests, lease)
+            queried.encoded = encode_params(params)
+        return Answer(
+            number=number, progress=PromptProgress.TICKET, params=queried.encoded
+        )
+
+    def _refusal(self, number: int, reason: PrefixRefusal) -> Answer:
+        self._counters.add("prefixes_refused", reason.value)
+        return Answer(number=number, progress=PromptProgress.OVER, reason=reason.value)
+
+    def _forget(self, claimant: Claimant) -> None:
+        queried = self._open.pop(claimant, None)
+        if queried is None or queried.encoded is not None:
+            return
+        queried.is_given_up = True
+        self._given_up.put(queried)
+        self.wake_engine()
+
+    def _forget_old(self) -> None:
+        now_s = self._clock()
+        old: list[Claimant] = []
+        for claimant, queried in islice(self._open.items(), _FORGOTTEN_AT_ONCE):
+            if now_s < queried.repeated_s + QUERY_S:
+                break
+            old.append(claimant)
+        for claimant in old:
+            self._forget(claimant)
+
+    def _pause(self) -> None:
+        """Give the interpreter's lock away if it was held for `_HELD_S`."""
+        if time.perf_counter() >= self._released_s + _HELD_S:
+            time.sleep(_RELEASED_S)
+            self._released_s = time.perf_counter()
+
+
+def _take_all(waiting: queue.SimpleQueue[QueriedPrefix]) -> list[QueriedPrefix]:
+    taken: list[QueriedPrefix] = []
+    while not waiting.empty():
+        taken.append(waiting.get_nowait())
+    return taken
