@@ -123,7 +123,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self.scheduler_side.blocks.bind(kv_cache_manager)
+        self.scheduler_side.bind(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.life.arrived(request)

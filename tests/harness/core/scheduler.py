@@ -210,17 +210,25 @@ class SchedulerEngine:
             stop_token_ids=request.pop("stop_token_ids", None),
         )
         sampling.extra_args = None if params is None else {"kv_transfer_params": params}
-        made = Request(
-            request_id=request_id,
-            prompt_token_ids=list(prompt),
-            sampling_params=sampling,
-            pooling_params=None,
-            block_hasher=self._hasher,
-            **request,
+        made = self.make_request(
+            request_id, prompt, sampling_params=sampling, **request
         )
         self.answers[request_id] = Answer()
         self.scheduler.add_request(made)
         return made
+
+    def make_request(
+        self, request_id: str, prompt: Sequence[int], **request: Any
+    ) -> Any:
+        """A request that this engine does not have."""
+        request.setdefault("sampling_params", SamplingParams(max_tokens=1))
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            pooling_params=None,
+            block_hasher=self._hasher,
+            **request,
+        )
 
     def abort(self, *request_ids: str) -> None:
         self.scheduler.finish_requests(set(request_ids), RequestStatus.FINISHED_ABORTED)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.link.accepted_connections import REASONS
 from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.prefix_queries import PrefixRefusal
 
 # Up to the default of `load_timeout_s`.
 _SECONDS = (
@@ -256,6 +257,27 @@ COUNTERS: Mapping[str, Metric] = {
     "turns_released": Metric(
         "kvferry_turns_released",
         "Ended turn leases, by how they ended; `abandoned` ones were never offered, `evicted` ones gave up blocks.",
+        "how",
+        RELEASE_WAYS,
+    ),
+    "prefixes_opened": Metric(
+        "kvferry_prefixes_opened",
+        "Leases opened for first tokens of prompts that another engine has found in this engine's cache.",
+    ),
+    "prefixes_refused": Metric(
+        "kvferry_prefixes_refused",
+        "Queries for such tokens without a lease: no prefix is cached, or leases of prefixes have their share of "
+        "blocks and slots, or the lease was over when the query was repeated.",
+        "reason",
+        tuple(
+            reason.value
+            for reason in PrefixRefusal
+            if reason is not PrefixRefusal.PREFIX_OFF
+        ),
+    ),
+    "prefixes_released": Metric(
+        "kvferry_prefixes_released",
+        "Ended leases of prefixes, by how they ended; `evicted` ones gave up blocks or slots.",
         "how",
         RELEASE_WAYS,
     ),

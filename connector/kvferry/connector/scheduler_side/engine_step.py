@@ -15,6 +15,7 @@ from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata
 from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
+from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.request_life import RequestLife
 from kvferry.connector.scheduler_side.requests import EngineRequests
@@ -54,6 +55,7 @@ class EngineStep:
         queries: PromptQueries,
         admission: Admission,
         tickets: TicketBuilder,
+        prefixes: PrefixLeases,
         eviction: LeaseEviction,
         stalls: StallWatch,
         steps: Steps,
@@ -70,6 +72,7 @@ class EngineStep:
         self._queries = queries
         self._admission = admission
         self._tickets = tickets
+        self._prefixes = prefixes
         self._eviction = eviction
         self._stalls = stalls
         self._steps = steps
@@ -94,6 +97,9 @@ class EngineStep:
         self._channel.receive()
         wants_report = self._steps.begin()
         self._eviction.evict()
+        # After eviction, which may need what prefixes would take.
+        computes = bool(num_tokens)
+        self._prefixes.step(computes=computes)
         orders = next_orders(
             self._leases,
             self._loads,
@@ -104,7 +110,6 @@ class EngineStep:
             may_expire=not self._steps.is_waking,
         )
         self._admission.look_again()
-        computes = bool(num_tokens)
         self._stalls.step(computes)
         is_idle = not computes and self._steps.may_wait
         if not orders:
@@ -126,7 +131,8 @@ class EngineStep:
         if isinstance(report, FerryWorkerMetadata):
             self._apply_report(report)
         if output.invalid_block_ids:
-            self._tickets.taken_back(output.invalid_block_ids)
+            not_filled = self._tickets.taken_back(output.invalid_block_ids)
+            self._prefixes.taken_back(not_filled)
         failed = output.failed_recving or set()
         for request_id in failed:
             # Also the load of another child of a MultiConnector. That of a request that has ended is no one's.

@@ -22,7 +22,7 @@ from kvferry.scheduler.producer.ledger import ProducerLedger
 logger = logging.getLogger(__name__)
 
 _RESERVED = 8
-"""Turns may be held while more than 1/8 of the blocks and of the slots are free."""
+"""Turns and prefixes may be held while more than 1/8 of the blocks and of the slots are free."""
 
 _MANY = 1024
 _RECHECK_S = 0.05
@@ -142,7 +142,9 @@ class LeaseEviction:
         cap = int(
             (num_blocks - 1) * self._max_leased_fraction
         )  # without the null block
-        reserve = num_blocks // _RESERVED if self._offers_turns else 0
+        reserve = 0
+        if self._offers_turns or self._leases.num_prefixes:
+            reserve = num_blocks // _RESERVED
         are_slots_short = self._are_slots_short()
         num_leased = len(references)
         is_within_limits = num_leased <= cap and not are_slots_short
@@ -177,8 +179,8 @@ class LeaseEviction:
         )
 
     def _are_slots_short(self) -> bool:
-        """True if turns occupy slots that other leases will need."""
-        if not self._offers_turns:
+        """True if turns or prefixes occupy slots that other leases will need."""
+        if not self._offers_turns and not self._leases.num_prefixes:
             return False
         slots = self._leases.slots
         num_free = slots.free + len(self._leases.block_references.ending)

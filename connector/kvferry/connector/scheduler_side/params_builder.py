@@ -10,9 +10,10 @@ from kvferry.plan.blocks import NULL_BLOCK
 from kvferry.plan.tokens import first_needed, held_from
 from kvferry.protocol.digests import Media, Prompt, digest_chain
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
-from kvferry.protocol.params_mac import sign_params
+from kvferry.protocol.params_mac import sign_early, sign_params
 from kvferry.protocol.prompt_queries import announced_id
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
+from kvferry.scheduler.producer.prefix_directory import CachedPrefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NO_MAC = "0" * 64
+
+OPENS_WITHIN_S = 10.0
+"""The workers get the orders of a step when the one before it has run, if steps overlap; a ticket is given earlier."""
 
 
 def leave_out(request: Request, num_tokens: int) -> bool:
@@ -115,7 +119,11 @@ class ParamsBuilder:
 
     def worker_blocks(self, params: RemotePrefill) -> Blocks:
         """The blocks in the order to the workers to hold a lease: those of its params, where workers copy them."""
-        return params.remote_block_ids if self._copies_blocks else ()
+        return self.copied_blocks(params.remote_block_ids)
+
+    def copied_blocks(self, blocks: Blocks) -> Blocks:
+        """These blocks, per transferred group, where workers must copy them before they are read; else none."""
+        return blocks if self._copies_blocks else ()
 
     def load_blocks(
         self, block_ids: tuple[list[int], ...], shared_tokens: int
@@ -159,20 +167,47 @@ class ParamsBuilder:
         blocks = self._transferable(block_ids, num_tokens)
         if prompt is None or not any(blocks):
             return None
+        digests = digests or digest_chain(prompt, num_tokens)
+        ticket = self._ticket_of(blocks, num_tokens, lease, digests)
+        return self._signed(request.request_id, blocks, num_tokens, ticket)
+
+    def build_prefix(
+        self, cached: CachedPrefix, digests: tuple[str, ...], lease: ProducerLease
+    ) -> RemotePrefill:
+        """The signed params of a prefix in this engine's cache. May be called on any thread.
+
+        Args:
+            digests: of its tokens.
+        """
+        blocks = self.prefix_blocks(cached)
+        ticket = self._ticket_of(blocks, cached.num_tokens, lease, digests)
+        params = self._signed(lease.request_id, blocks, cached.num_tokens, ticket)
+        return sign_early(params, self._local.mac_key, OPENS_WITHIN_S)
+
+    def prefix_blocks(self, cached: CachedPrefix) -> Blocks:
+        """The blocks of a prefix in this engine's cache, per transferred group."""
+        return self._transferable(cached.blocks, cached.num_tokens)
+
+    def _ticket_of(
+        self,
+        blocks: Blocks,
+        num_tokens: int,
+        lease: ProducerLease,
+        digests: tuple[str, ...],
+    ) -> Ticket:
         groups = zip(self._local.block_spans, blocks, strict=True)
-        ticket = Ticket(
+        return Ticket(
             version=PARAMS_VERSION,
             boot=self._local.boot,
             lease_slot=lease.slot,
             lease_epoch=lease.name.epoch,
             lease_s=self._lease_s,
-            digests=digests or digest_chain(prompt, num_tokens),
+            digests=digests,
             mac=_NO_MAC,
             held_from=tuple(
                 held_from(span, len(ids), num_tokens) for span, ids in groups
             ),
         )
-        return self._signed(request, blocks, num_tokens, ticket)
 
     def build_stream(
         self,
@@ -199,7 +234,9 @@ class ParamsBuilder:
         )
         # The workers list the blocks in the row, where the consumer reads them.
         no_blocks = ((),) * len(self._local.groups)
-        return self._signed(request, no_blocks, request.num_prompt_tokens, ticket)
+        return self._signed(
+            request.request_id, no_blocks, request.num_prompt_tokens, ticket
+        )
 
     def windows_reach(
         self, num_tokens: int, prompt_tokens: int, spans: tuple[int, ...]
@@ -271,11 +308,11 @@ class ParamsBuilder:
         return tuple(first_held)
 
     def _signed(
-        self, request: Request, blocks: Blocks, num_tokens: int, ticket: Ticket
+        self, request_id: str, blocks: Blocks, num_tokens: int, ticket: Ticket
     ) -> RemotePrefill:
         unsigned = RemotePrefill(
             remote_engine_id=announced_id(self._local.boot, self._local.engine_id),
-            remote_request_id=request.request_id,
+            remote_request_id=request_id,
             remote_block_ids=blocks,
             remote_host=self._local.host,
             remote_port=self._local.port,

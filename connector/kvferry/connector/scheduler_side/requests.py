@@ -17,6 +17,7 @@ from kvferry.connector.scheduler_side.sessions import Session
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.producer.prefix_index import ListedSequence
 from kvferry.scheduler.requests import RequestRecord, RequestTable
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class EngineRequest:
         must_fail: it fails as soon as vLLM has given it a block, since its prefill has failed, see `PromptQueries`.
         failed_load: its load has failed, and vLLM has not given it blocks since.
         may_load: while it is skipped: whether it may begin a load, see `Admission`.
+        listed_sequence: its tokens, which other engines may find in the cache, see `PrefixLeases`.
     """
 
     request_id: str
@@ -72,6 +74,7 @@ class EngineRequest:
     must_fail: bool = False
     failed_load: FailedLoad = FailedLoad.NONE
     may_load: bool = False
+    listed_sequence: ListedSequence | None = None
 
 
 class EngineRequests:

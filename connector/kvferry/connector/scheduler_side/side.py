@@ -24,6 +24,7 @@ from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
+from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.request_life import RequestLife
 from kvferry.connector.scheduler_side.requests import EngineRequests
@@ -34,11 +35,13 @@ from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.link.load_notifier import LoadListener
 from kvferry.link.secrets import secrets_from_environment
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.requests import RequestTable
 
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorHandshakeMetadata,
     )
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -61,6 +65,8 @@ class SchedulerSide:
         blocks: the engine's, once vLLM has bound its KV cache manager.
         queries: for prompts whose producers must be asked.
         tickets: for prompts and turns of this engine.
+        prefix_cache: what other engines may find in it, once vLLM has bound its KV cache manager.
+        prefixes: the leases of what they have found.
         eviction: ends held leases when blocks are needed, and whether blocks are coming (`is_coming`).
         steps: when the engine steps, waits and wakes.
         monitor: the metrics.
@@ -132,21 +138,42 @@ class SchedulerSide:
             self.queries,
             directory,
         )
+        builder = ParamsBuilder(
+            local,
+            kv_cache_config,
+            config.kv_lease_duration,
+            copies_blocks=uses_host_buffer(vllm_config),
+        )
         self.tickets = TicketBuilder(
             local,
             self.requests,
             self.leases,
             self.blocks,
-            ParamsBuilder(
-                local,
-                kv_cache_config,
-                config.kv_lease_duration,
-                copies_blocks=uses_host_buffer(vllm_config),
-            ),
+            builder,
             directory,
             counters,
             max_steps=max_steps,
             can_stream=can_stream(vllm_config, kv_cache_config, config),
+        )
+
+        # What other engines read from its prefix cache.
+        self.prefix_cache = PrefixCache()
+        self._answers_prefix_queries = (
+            local.is_read_from and config.prefix_pulls == "auto"
+        )
+        prefixes = PrefixDirectory(self.prefix_cache, builder.build_prefix, counters)
+        prefixes.wake_engine = loop.wake
+        drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
+        self.prefixes = PrefixLeases(
+            local,
+            self.leases,
+            self.blocks,
+            self.prefix_cache,
+            self.tickets,
+            builder,
+            drain,
+            loop,
+            prefixes,
         )
 
         # When the engine steps, and who gets blocks.
@@ -157,8 +184,9 @@ class SchedulerSide:
             self.leases,
             self.loads,
             self.queries,
+            self.prefixes,
             workers,
-            drain=Drain(self.leases, float(vllm_config.shutdown_timeout)),
+            drain=drain,
             loop=loop,
             load_listener=load_listener,
             may_wait=has_no_dp_siblings(vllm_config),
@@ -188,6 +216,7 @@ class SchedulerSide:
                 self.steps.poll,
                 self.queries,
                 directory,
+                prefixes if self._answers_prefix_queries else None,
                 wake=self.steps.wake,
                 load_listener=load_listener,
             )
@@ -207,6 +236,7 @@ class SchedulerSide:
             admission=admission,
             demand=self.demand,
             tickets=self.tickets,
+            prefixes=self.prefixes,
             steps=self.steps,
             channel=self.channel,
             tracing=self.tracing,
@@ -221,6 +251,7 @@ class SchedulerSide:
             queries=self.queries,
             admission=admission,
             tickets=self.tickets,
+            prefixes=self.prefixes,
             eviction=self.eviction,
             stalls=StallWatch(
                 self.requests,
@@ -236,6 +267,12 @@ class SchedulerSide:
             tracing=self.tracing,
             counters=counters,
         )
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """vLLM has made its KV cache manager. Raises as `EngineBlocks.bind`."""
+        self.blocks.bind(manager)
+        if self._answers_prefix_queries:
+            self.prefix_cache.bind(manager)
 
     def must_step(self) -> bool:
         """Whether the engine must step although it has no request. If not, it is idle, even with held leases."""

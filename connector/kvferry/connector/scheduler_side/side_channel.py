@@ -33,6 +33,7 @@ from kvferry.protocol.prompt_queries import announced_id
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.step import receive_messages
 
@@ -73,6 +74,7 @@ class SideChannel:
         run_due: Callable[[], None],
         queries: PromptQueries,
         directory: PromptDirectory,
+        prefixes: PrefixDirectory | None,
         *,
         wake: Callable[[], None],
         load_listener: LoadListener | None,
@@ -94,7 +96,7 @@ class SideChannel:
         self._prewarmed: collections.deque[Prewarm] = collections.deque()
         try:
             if local.is_read_from:
-                self.listener = self._listen(secrets, run_due, directory)
+                self.listener = self._listen(secrets, run_due, directory, prefixes)
             if local.reads:
                 self._connect(config, secrets, allowed, load_listener)
         except BaseException:
@@ -202,7 +204,11 @@ class SideChannel:
             )
 
     def _listen(
-        self, secrets: Secrets, run_due: Callable[[], None], directory: PromptDirectory
+        self,
+        secrets: Secrets,
+        run_due: Callable[[], None],
+        directory: PromptDirectory,
+        prefixes: PrefixDirectory | None,
     ) -> SideChannelListener:
         local = self.local
         slots = self._leases.slots
@@ -220,6 +226,7 @@ class SideChannel:
             run_due,
             knows,
             directory,
+            prefixes,
         )
         self._warn_of_address(listener.address, secrets)
         return listener

@@ -10,6 +10,7 @@ Without a request, the engine steps because of
 | reason | why | until | test |
 | --- | --- | --- | --- |
 | ORDERS | no consumer reads before the workers have the orders | that step | `test_idle_scheduler.py` |
+| PREFIXES | another engine waits until blocks that it has found are held | they are | `test_prefix_leases.py` |
 | QUARANTINE | only workers' reports tell when pinned blocks return | the report | `test_quarantined_blocks.py` |
 | DRAIN | vLLM ends an engine without work; a consumer may still read | the last held lease | `test_drain.py` |
 | PAUSE | a pause is complete without work; then no block may be held | the last held lease | `test_engine_loop.py` |
@@ -39,6 +40,7 @@ import time
 from collections.abc import Iterable
 
 from kvferry.connector.scheduler_side.drain import Drain
+from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.link.load_notifier import LoadListener
@@ -54,6 +56,7 @@ class StepReason(enum.Enum):
     """Why an engine without requests must step; the module's docstring has the table."""
 
     ORDERS = enum.auto()
+    PREFIXES = enum.auto()
     QUARANTINE = enum.auto()
     DRAIN = enum.auto()
     PAUSE = enum.auto()
@@ -81,6 +84,7 @@ class Steps:
         leases: ProducerLedger,
         loads: ConsumerLedger,
         queries: PromptQueries,
+        prefixes: PrefixLeases,
         num_workers: int,
         *,
         drain: Drain,
@@ -94,6 +98,7 @@ class Steps:
         self._leases = leases
         self._loads = loads
         self._queries = queries
+        self._prefixes = prefixes
         self._loop = loop
         self._workers = frozenset(range(num_workers))
         self._unreported: set[int] = set()
@@ -124,6 +129,8 @@ class Steps:
         is_draining = self.drain.is_requested
         if self._leases.needs_step:
             return StepReason.ORDERS
+        if self._prefixes.needs_step:
+            return StepReason.PREFIXES
         # An engine that ends needs its blocks no more: it would step until `failed_read_grace_s` has passed.
         if len(self._loads.quarantine) and not is_draining:
             return StepReason.QUARANTINE

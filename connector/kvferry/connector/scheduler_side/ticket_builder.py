@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.connector.engine.local_engine import LocalEngine
-from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, prompt_of
+from kvferry.connector.scheduler_side.params_builder import (
+    OPENS_WITHIN_S,
+    ParamsBuilder,
+    prompt_of,
+)
 from kvferry.connector.scheduler_side.requests import (
     EngineRequest,
     EngineRequests,
@@ -43,9 +47,6 @@ from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_OPENS_WITHIN_S = 10.0
-"""The workers get the orders of a step when the one before it has run, if steps overlap; a ticket is given earlier."""
 
 _READ_OR_HELD = ("", "done")
 """`ProducerLease.ended_by` of a lease that has not ended, or that a consumer has read already."""
@@ -175,8 +176,17 @@ class TicketBuilder:
                     entry, prefill, lease, computed, is_preempted=is_preempted
                 )
 
-    def taken_back(self, invalid: set[int]) -> None:
+    def may_take_back(self, blocks: Collection[int]) -> bool:
+        """True if vLLM may still take back what was computed in one of these blocks."""
+        if not self._unsettled.may_be_any:
+            return False
+        return any(self._unsettled.relying_on(frozenset(blocks)))
+
+    def taken_back(self, invalid: set[int]) -> set[int]:
         """vLLM has heard that these blocks were not filled, and has put back the counts of the requests that have them.
+
+        Returns:
+            These blocks, and what was computed from them.
 
         Of requests that share such a block, vLLM has only one compute it again, and lets the others go on as if it were
         done already. That one may be late, be preempted or aborted, so the others are served without a lease.
@@ -199,6 +209,7 @@ class TicketBuilder:
                 self._leases.end(lease, "abandoned")
         # vLLM leaves the blocks in the prefix cache until they are computed again: later prompts would hit them.
         self._blocks.forget_hits(not_filled)
+        return not_filled
 
     def _note_unsettled(self, num_tokens: Mapping[str, int]) -> None:
         for request_id in num_tokens:
@@ -339,7 +350,7 @@ class TicketBuilder:
         lease: ProducerLease,
     ) -> None:
         """For a prompt that this step, or a later one, completes."""
-        ticket = sign_early(params, self._local.mac_key, _OPENS_WITHIN_S)
+        ticket = sign_early(params, self._local.mac_key, OPENS_WITHIN_S)
         self.directory.ticket(
             entry.request_id, ticket, lease, cached_tokens=prefill.cached_tokens
         )
