@@ -78,6 +78,7 @@ def order_by_definition(pool: Pool, ranks: dict[str, Rank], demand: Demand) -> b
         is_over, lacks = pool.leased() > demand.cap, pool.free() < demand.need
         no_reserve = pool.free() < demand.need + demand.reserve
         why = {
+            Rank.PREFIX: is_over or lacks or no_reserve or slots_short,
             Rank.IDLE_TURN: is_over or lacks or no_reserve or slots_short,
             Rank.DESERTED_PROMPT: is_over or lacks,
             Rank.FRESH_PROMPT: (is_over or lacks) and demand.lasts,
@@ -205,6 +206,8 @@ HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
         (LeaseUse.PROMPT, 1.0, False, Rank.FRESH_PROMPT),
         (LeaseUse.PROMPT, 2.0, False, Rank.DESERTED_PROMPT),
         (LeaseUse.PROMPT, 2.0, True, Rank.CLAIMED_PROMPT),
+        (LeaseUse.PREFIX, 0.0, False, Rank.PREFIX),
+        (LeaseUse.PREFIX, 2.0, True, Rank.PREFIX),
         (LeaseUse.TURN, 0.0, False, Rank.IDLE_TURN),
         (LeaseUse.TURN, 0.0, True, Rank.CLAIMED_TURN),
     ],

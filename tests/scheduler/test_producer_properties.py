@@ -27,7 +27,13 @@ SLOTS = 3
 LEASE_S = 6.0
 TURN_S = 9.0
 HEARTBEAT_S = LEASE_S / HEARTBEATS_PER_LEASE
-FIRST_S = {LeaseUse.PROMPT: LEASE_S, LeaseUse.TURN: TURN_S}
+PREFIX_S = 5.0
+FIRST_S = {
+    LeaseUse.PROMPT: LEASE_S,
+    LeaseUse.TURN: TURN_S,
+    LeaseUse.PREFIX: PREFIX_S,
+}
+OF_REQUESTS = (LeaseUse.PROMPT, LeaseUse.TURN)
 
 
 @dataclass
@@ -96,7 +102,7 @@ class ProducerHistories(RuleBasedStateMachine):
         lease = self.model[request_id]
         return LeaseName(slot=lease.slot, epoch=f"{lease.epoch:015x}")
 
-    @rule(use=st.sampled_from(LeaseUse))
+    @rule(use=st.sampled_from(OF_REQUESTS))
     def open(self, use: LeaseUse) -> None:
         self.requests += 1
         request_id = f"r{self.requests}"
@@ -105,7 +111,7 @@ class ProducerHistories(RuleBasedStateMachine):
         if free:
             self.model[request_id] = Modelled(self.epochs, use, opens=[self.epochs])
 
-    @rule(use=st.sampled_from(LeaseUse))
+    @rule(use=st.sampled_from(OF_REQUESTS))
     def intend(self, use: LeaseUse) -> None:
         self.requests += 1
         assert self.ledger.intend(f"r{self.requests}", use)
@@ -124,7 +130,7 @@ class ProducerHistories(RuleBasedStateMachine):
             )
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), use=st.sampled_from(LeaseUse))
+    @rule(data=st.data(), use=st.sampled_from(OF_REQUESTS))
     def intend_again(self, data: st.DataObject, use: LeaseUse) -> None:
         assert not self.ledger.intend(
             self.some(data, "intended", "computing", "held", "ending"), use
@@ -149,6 +155,27 @@ class ProducerHistories(RuleBasedStateMachine):
             self.clock_s + FIRST_S[lease.use],
         )
         self.must_hold.add(request_id)
+
+    @rule()
+    def hold_prefix(self) -> None:
+        self.requests += 1
+        name = f"p{self.requests}"
+        if self.leased == SLOTS:
+            with pytest.raises(LocalProtocolError):
+                self.ledger.hold_prefix(name, (), (), is_computed=True)
+            return
+        held = self.ledger.hold_prefix(name, (), (), is_computed=True)
+        self.model[name] = Modelled(
+            self.epochs,
+            LeaseUse.PREFIX,
+            "held",
+            opens=[self.epochs],
+            deadline_s=self.clock_s + PREFIX_S,
+            slot=held.slot,
+        )
+        self.must_hold.add(name)
+        with pytest.raises(LocalProtocolError):
+            self.ledger.hold_prefix(name, (), (), is_computed=True)
 
     @precondition(lambda self: self.has("intended", "computing"))
     @rule(data=st.data())

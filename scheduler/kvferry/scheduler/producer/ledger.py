@@ -213,11 +213,11 @@ class ProducerLedger:
         Raises:
             LocalProtocolError: no slot is free, or the name is used.
         """
-        record = self._requests.enter(name)
-        if record.lease is not None or not self.slots.free:
+        if not self.slots.free or self._requests.find(name) is not None:
             raise LocalProtocolError(
-                f"prefix {name}: {self.slots.free} slots are free, and its name is used"
+                f"prefix {name}: of {self.slots.count} slots {self.slots.free} are free, or its name is used"
             )
+        record = self._requests.enter(name)
         lease = ProducerLease(name, LeaseUse.PREFIX, is_running=False)
         record.lease = lease
         self._advance(lease, LeaseEvent.OPEN)
