@@ -44,7 +44,9 @@ def release(node: Node, lease: ProducerLease) -> None:
 
 def words(node: Node, slot: int) -> int:
     (worker,) = node.ferry_workers
-    return int(worker.snapshot(30.0).leases.words.get(slot, 0))
+    snapshot = worker.snapshot(30.0)
+    assert snapshot is not None
+    return int(snapshot.leases.words.get(slot, 0))
 
 
 def test_a_prefix_that_is_cached_is_held_for_who_has_the_prompt(make: Any) -> None:
