@@ -209,7 +209,7 @@ def test_a_query_that_is_given_up_leaves_nothing(
             asker.send(query_of(tokens(300), 9))  # its answer: the other one was read
             assert asker.receive().reason == "no_prefix"
         node.until(lambda: node.engine.is_whole and not node.must_step)
-    assert not side_of(node).prefixes.needs_step
+    assert not side_of(node).prefix_leases.needs_step
 
 
 def test_a_lease_that_nobody_renews_expires(
