@@ -17,7 +17,7 @@ from kvferry.protocol.visible import visible
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from kvferry.protocol.geometry import Range
+    from kvferry.protocol.geometry import Interleave, Range
 
 
 # If the output is no terminal, and there is no variable COLUMNS.
@@ -170,3 +170,10 @@ def decimal_bytes(num_bytes: float) -> str:
 def binary_bytes(num_bytes: float) -> str:
     """Sizes of memory: `16 KiB`, `1.5 GiB`."""
     return _scaled(num_bytes, 1024, _BINARY)
+
+
+def format_tokens(interleave: Interleave) -> str:
+    """The tokens that a worker holds: `all`, or `rank 1 of 2, 16 in a row`."""
+    if interleave.ranks == 1:
+        return "all"
+    return f"rank {interleave.rank} of {interleave.ranks}, {interleave.run_tokens} in a row"

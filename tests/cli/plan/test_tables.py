@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.summary import Pair, cells_of, fold
+from kvferry.cli.plan.tables import Pair, cells_of, fold
 from kvferry.plan.transfer_plan import MAX_LINE
 from kvferry.plan.wording import format_numbers, format_places
 from kvferry.protocol.geometry import Place

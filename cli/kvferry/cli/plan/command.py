@@ -18,17 +18,10 @@ from kvferry.cli.arguments import (
 )
 from kvferry.cli.plan.copies import MAX_REQUEST_BYTES, copy_lines, read_request
 from kvferry.cli.plan.picture import draw
+from kvferry.cli.plan.prediction import MAX_TOKENS
 from kvferry.cli.plan.sides import ReadSide, read_sides
-from kvferry.cli.plan.summary import (
-    MAX_TOKENS,
-    PlanSummary,
-    Refusal,
-    print_plan,
-    print_refusal,
-    print_sides,
-    side_of,
-    summarise,
-)
+from kvferry.cli.plan.summary import PlanSummary, Refusal, side_of, summarise
+from kvferry.cli.plan.tables import print_plan, print_refusal, print_sides
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused

@@ -8,7 +8,8 @@ import socket
 import sys
 
 from kvferry.cli.arguments import number_option, read_address
-from kvferry.cli.plan.summary import print_engine, side_of
+from kvferry.cli.plan.summary import side_of
+from kvferry.cli.plan.tables import print_engine
 from kvferry.link.allowed_hosts import ANY_HOST
 from kvferry.link.client import SideChannelClient
 from kvferry.link.secrets import Secrets, secrets_from_environment

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
-from kvferry.cli.formatting import decimal_bytes, span, spans
-from kvferry.cli.plan.summary import Flow, PlanSide, PlanSummary, Shard, format_tokens
+from kvferry.cli.formatting import decimal_bytes, format_tokens, span, spans
+from kvferry.cli.plan.summary import Flow, PlanSide, PlanSummary, Shard
 from kvferry.plan.engine_shape import format_group, format_topology
 from kvferry.plan.wording import counted
 from kvferry.protocol.visible import visible_lines
