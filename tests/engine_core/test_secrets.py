@@ -174,7 +174,7 @@ def test_a_producer_whose_name_is_a_loopback_address_names_the_variable(
 ) -> None:
     """As Debian's file of hosts has it for a machine's own name."""
     monkeypatch.setenv(HOST_VARIABLE, "node-1")
-    monkeypatch.setattr(host_names, "look_up", {"node-1": "127.0.1.1"}.get)
+    monkeypatch.setattr(host_names, "look_up", {"node-1": "127.0.1.1"}.__getitem__)
     monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="kvferry"):
         SchedulerEngine(

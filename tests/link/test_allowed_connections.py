@@ -212,9 +212,9 @@ def test_zones_and_dead_names_keep_no_honest_exchange_waiting(
     """ZMQ looked such a zone up on its only I/O thread, before every other message of the process."""
     over = threading.Event()
 
-    def look_up(host: str) -> str | None:
+    def look_up(host: str) -> str:
         assert over.wait(60)
-        return None
+        raise OSError("no such host")
 
     monkeypatch.setattr(host_names, "look_up", look_up)
     try:

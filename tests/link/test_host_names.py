@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 from collections.abc import Sequence
 
 import pytest
 
 from kvferry.link import host_names, limits
-from kvferry.link.host_names import HostNames, look_up, plain_address
+from kvferry.link.host_names import HostNames, listening_address, look_up, plain_address
 from kvferry.link.limits import MAX_LOOKUPS
+from kvferry.protocol.errors import HandshakeFailed
 from tests.link.channel import threads_named
 
 
@@ -39,11 +42,31 @@ def test_localhost_is_the_address_that_a_listener_on_it_binds() -> None:
     "host", ["no such host", "a" * 300, "é" * 70 + ".example", "..", "\udc80"]
 )
 def test_a_host_that_does_not_exist_has_no_address(host: str) -> None:
-    assert look_up(host) is None
+    with pytest.raises(OSError) as refused:  # noqa: PT011 - the system's text
+        look_up(host)
+    assert str(refused.value)
+
+
+def test_the_systems_reason_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "the server does not answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    said = "cannot be looked up: the server does not answer"
+    with pytest.raises(HandshakeFailed, match=said):
+        asyncio.run(HostNames().address("peer"))
+    with pytest.raises(OSError, match=said):
+        listening_address("peer")
+
+
+async def _found(names: HostNames, host: str) -> str | None:
+    with contextlib.suppress(HandshakeFailed):
+        return await names.address(host)
+    return None
 
 
 async def find(names: HostNames, hosts: Sequence[str]) -> list[str | None]:
-    return await asyncio.gather(*(names.address(host) for host in hosts))
+    return await asyncio.gather(*(_found(names, host) for host in hosts))
 
 
 def test_calls_during_a_look_up_share_it_and_later_ones_look_up_again(
@@ -75,7 +98,8 @@ def test_without_a_free_thread_a_look_up_fails_and_a_later_one_succeeds(
         names = HostNames()
         with monkeypatch.context() as exhausted:
             exhausted.setattr(threading.Thread, "start", none_left)
-            assert await names.address("peer") is None
+            with pytest.raises(HandshakeFailed, match="no more threads"):
+                await names.address("peer")
         assert await names.address("peer") == "10.0.0.9"
 
     monkeypatch.setattr(host_names, "look_up", lambda _: "10.0.0.9")
@@ -113,7 +137,7 @@ def test_a_name_that_was_found_before_is_looked_up_however_many_names_a_client_h
 ) -> None:
     answer = threading.Event()
 
-    def look_up(host: str) -> str | None:
+    def look_up(host: str) -> str:
         return "10.0.0.9" if host == "producer" else str(answer.wait(30))
 
     async def run() -> None:

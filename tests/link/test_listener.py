@@ -394,7 +394,7 @@ def test_a_name_is_listened_on_where_its_consumers_look_for_it(
 
 def test_a_name_without_an_address_is_said_to_be_none(counters: Counters) -> None:
     with pytest.raises(
-        InvalidConfig, match=r"VLLM_NIXL_SIDE_CHANNEL_HOST.*no such host"
+        InvalidConfig, match=r"VLLM_NIXL_SIDE_CHANNEL_HOST.*cannot be looked up: "
     ):
         RecordingListener("no-such-host.invalid", free_port(), counters)
 

@@ -258,10 +258,10 @@ def test_a_name_server_that_does_not_answer_delays_no_other_producer(
     answer = threading.Event()
     looking: list[str] = []
 
-    def never(host: str) -> str | None:
+    def never(host: str) -> str:
         looking.append(host)
         answer.wait(30)
-        return None
+        raise OSError("no such host")
 
     monkeypatch.setattr(host_names, "look_up", never)
     renewer = renewing(counters, allowed=AllowedHosts.from_entries(["*"]))

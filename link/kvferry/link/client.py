@@ -294,11 +294,9 @@ class SideChannelClient:
             raise HandshakeFailed(why)
         # Looked up once. The address is judged and then connected, so no later answer of a name server counts.
         looked_up = await self._names.address(host)
-        address = None
-        if looked_up is not None:
-            address = read_address(looked_up)
+        address = read_address(looked_up)
         if address is None:
-            raise HandshakeFailed("cannot be looked up")
+            raise HandshakeFailed(f"has an address with a zone: {looked_up}")
         why = self._allowed.why_not_found(host, address)
         if why is not None:
             raise HandshakeFailed(why)

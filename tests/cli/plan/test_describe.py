@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -120,14 +121,36 @@ def test_an_engine_that_is_not_ready_is_reported_in_one_line() -> None:
 def test_a_closed_port_is_reported_at_once() -> None:
     started_s = time.monotonic()
     said = refused("describe", f"{HOST}:{free_port()}", "--timeout", "60", code=1)
-    assert "nothing listens there" in said
+    assert " is closed: nothing listens there" in said
     assert said.endswith("; of engines only producers listen\n")
     assert time.monotonic() - started_s < 20
 
 
-def test_a_name_that_does_not_resolve_is_reported_at_once() -> None:
-    said = refused("describe", "no-such-host.invalid:5600", "--timeout", "60", code=1)
-    assert said == "kvferry describe: no-such-host.invalid:5600 cannot be looked up\n"
+def test_a_host_that_cannot_be_reached_is_told_from_a_closed_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of a closed port, so that no test needs a network without a route.
+    def no_route(*_: object) -> None:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(socket, "create_connection", no_route)
+    address = f"{HOST}:{free_port()}"
+    said = refused("describe", address, "--timeout", "60", code=1)
+    assert said == f"kvferry describe: {address} cannot be reached: No route to host\n"
+
+
+@pytest.mark.parametrize(
+    "why", ["Name or service not known", "Temporary failure in name resolution"]
+)
+def test_a_name_that_is_not_found_is_reported_with_the_systems_reason(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, why)
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    said = refused("describe", "prefill-9:5600", "--timeout", "60", code=1)
+    assert said == f"kvferry describe: prefill-9:5600 cannot be looked up: {why}\n"
 
 
 @contextlib.contextmanager

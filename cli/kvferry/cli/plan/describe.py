@@ -22,7 +22,7 @@ from kvferry.protocol.errors import (
     PeerRefused,
 )
 from kvferry.protocol.handshake import UNKNOWN_ENGINE, EngineDescription
-from kvferry.protocol.hosts import host_port
+from kvferry.protocol.hosts import advice, host_port
 from kvferry.protocol.visible import visible_json
 
 CLIENT_ID = "kvferry describe"
@@ -65,9 +65,8 @@ def fetch(
                 host, port, UNKNOWN_ENGINE, CLIENT_ID, timeout_s, waits=False
             )
         check_description(description)
-    except NothingListens as closed:
-        # Also said of a decoder, whose operator wonders why.
-        raise HandshakeFailed(f"{closed}; of engines only producers listen") from None
+    except NothingListens:
+        raise HandshakeFailed(_why_unreached(host, port)) from None
     except (HandshakeFailed, PeerRefused):
         # To ZMQ a server of something else looks like an engine with a secret: both cut its connection.
         greeting = greeting_of(host, port)
@@ -82,6 +81,22 @@ def fetch(
             f"{where} is no side channel of kvferry, or of another version: {wrong}"
         ) from None
     return description
+
+
+def _why_unreached(host: str, port: int) -> str:
+    """Why there is no connection to this address, in one line."""
+    where = host_port(host, port)
+    # By a socket: ZMQ has one event for a closed port and a missing route, and does not pass the system's reason on.
+    try:
+        socket.create_connection((host, port), _GREETING_S).close()
+    except ConnectionRefusedError:
+        # The last is for the operator of a decoder, who wonders why.
+        closed = f"{where} is closed: nothing listens there{advice(host)}"
+        return f"{closed}; of engines only producers listen"
+    except OSError as unreachable:
+        why = unreachable.strerror or str(unreachable)
+        return f"{where} cannot be reached: {why}"
+    return f"{where} was closed, and listens now: try again"
 
 
 def greeting_of(host: str, port: int) -> bytes:
