@@ -7,13 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.cli.plan.short_form import (
-    KEYS,
-    MAX_LENGTH,
-    ConvPart,
-    ShortForm,
-    even_stages,
-)
+from kvferry.cli.plan.short_form import KEYS, ShortForm
+from kvferry.cli.plan.short_reading import MAX_LENGTH, even_stages
+from kvferry.cli.plan.short_values import ConvPart
 from tests.cli.plan.forms import read_form
 
 ATTENTION = "layers=32,heads=8,dim=128"
@@ -121,6 +117,8 @@ WRONG = {
     f"{ATTENTION},state_layers=0,conv=x": "conv is 'x'; expected names with channels",
     f"{ATTENTION},state_layers=0,conv=x2+x3": "conv is 'x2+x3'; expected a name of its own",
     "layers=2,heads=8,state_layers=*,ssm=2x2": "heads is '8'; expected a layer with attention",
+    "layers=2,kv=apart,state_layers=*,ssm=2x2": "kv is 'apart'; expected a layer with attention",
+    "layers=2,kv=packed,state_layers=0-1,ssm=2x2": "kv is 'packed'; expected a layer with attention",
     f"{ATTENTION},names=layers": "names is 'layers'; expected a name with {}",
     f"{ATTENTION},names={{0.__class__}}": "names is '{0.__class__}'",
     "x" * (MAX_LENGTH + 1): "text is 4097 characters",

@@ -1,138 +1,22 @@
 """The short form of an engine: `layers=32,heads=8,dim=128,tp=4,pp=2,block=16,layout=NHD,dtype=bfloat16`.
 
-Pairs of key and value, separated by commas, in any order, none twice. This module reads the text; `short_engine` builds
-the engine.
+Pairs of key and value, separated by commas, in any order, none twice. Here are the keys with their values; the text is
+read by `short_reading`, and `short_engine` builds the engine.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from kvferry.cli.arguments import InvalidArgument, whole_option
-from kvferry.protocol.errors import MISSING, Shown, one_of
-
-DTYPE_BYTES = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float8_e4m3": 1,
-    "float8_e5m2": 1,
-}
-# Axes from the outermost to the innermost: layers, blocks, heads, tokens, content (`[K|V]`).
-LAYOUTS = {
-    "HND": "LBHNC",
-    "NHD": "LBNHC",
-    **{name: name for name in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")},
-    "CPU": "LBHNC",
-}
-
-# A few characters must not ask for more than can be described in a moment.
-MAX_LENGTH = 4096
-MAX_LAYERS = 4096
-MAX_RANKS = 4096
-MAX_SIZE = 65536
-
-# How values are read. Each reader gets the key, for its error, and the text.
-
-Reader = Callable[[str, str], Any]
-
-
-class ConvPart(NamedTuple):
-    """A sub-projection of a convolution state.
-
-    Example: `B128` has 128 channels, split over the ranks; of `B128*` every rank has all.
-    """
-
-    name: str
-    channels: int
-    replicated: bool
-
-
-def _choice(accepted: Iterable[str]) -> Reader:
-    names = {name.lower(): name for name in accepted}
-
-    def read(key: str, text: str) -> str:
-        if text.lower() not in names:
-            raise InvalidArgument(key, text, one_of(text, names.values()))
-        return names[text.lower()]
-
-    return read
-
-
-def _matching(pattern: str, expected: str) -> Reader:
-    def read(key: str, text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise InvalidArgument(key, text, expected)
-        return text
-
-    return read
-
-
-def _sizes(pattern: str, expected: str) -> Reader:
-    """Whole numbers up to `MAX_SIZE` with + or x between them."""
-    matching = _matching(pattern, expected)
-
-    def read(key: str, text: str) -> tuple[int, ...]:
-        sizes = tuple(int(size) for size in re.split(r"[+x]", matching(key, text)))
-        if max(sizes) > MAX_SIZE:
-            raise InvalidArgument(key, text, f"sizes up to {MAX_SIZE}")
-        return sizes
-
-    return read
-
-
-def _conv_parts(key: str, text: str) -> tuple[ConvPart, ...]:
-    parts = {}
-    items = text.split("+")
-    for item in items:
-        match = re.fullmatch(r"([A-Za-z]{0,16})([1-9][0-9]{0,5})(\*?)", item)
-        if match is None:
-            expected = "names with channels, e.g. x1536+B128+C128, with * where every rank has all"
-            raise InvalidArgument(key, item, expected)
-        name, channels, star = match.groups()
-        part = ConvPart(name or "x", int(channels), bool(star))
-        parts[part.name] = part
-    if len(parts) != len(items):
-        raise InvalidArgument(key, text, "a name of its own for every sub-projection")
-    return tuple(parts.values())
-
-
-def _window(key: str, text: str) -> tuple[int, str]:
-    if text == "0":
-        return _NO_WINDOW
-    tokens, has_list, layers = text.partition("@")
-    window_tokens = whole_option(key, tokens, 1, 1 << 40)
-    if not has_list:
-        return window_tokens, "*"
-    return window_tokens, _layer_list(key, layers)
-
-
-_NO_WINDOW = (0, "*")
-_ITEM = r"[0-9]{1,5}(-[0-9]{1,5}(/[0-9]{1,5})?)?"
-_SIZE = "[1-9][0-9]{0,4}"
-_NAME = r"[A-Za-z0-9_./:-]{0,120}"
-_dtype = _choice(DTYPE_BYTES)
-_layer_list = _matching(
-    rf"\*|{_ITEM}(\+{_ITEM})*",
-    "layers joined by +, e.g. 0-4+6, 0-30/2 for every second, or * for all",
+from kvferry.cli.plan import short_values
+from kvferry.cli.plan.short_values import (
+    MAX_LAYERS,
+    MAX_RANKS,
+    MAX_SIZE,
+    ConvPart,
+    Reader,
 )
-_stages = _sizes(
-    rf"{_SIZE}(\+{_SIZE})*", "layers of every stage joined by +, e.g. 20+12"
-)
-_state_shape = _sizes(
-    rf"{_SIZE}(x{_SIZE}){{1,2}}",
-    "heads and their shape joined by x, e.g. 24x64x128, or 1536x16",
-)
-# `str.format` reads attributes of what it is given, so nothing but a bare {} may pass.
-_template = _matching(
-    rf"{_NAME}\{{\}}{_NAME}",
-    "a name with {} where the layer's number goes, e.g. model.layers.{}.attn",
-)
-
-# The keys.
 
 
 class Key(NamedTuple):
@@ -147,10 +31,7 @@ def _key(default: Any, form: str, read: Reader) -> Any:
 
 
 def _number(default: int, high: int = MAX_SIZE, low: int = 1) -> Any:
-    def read(key: str, text: str) -> int:
-        return whole_option(key, text, low, high)
-
-    return _key(default, "number", read)
+    return _key(default, "number", short_values.number(low, high))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +46,11 @@ class ShortForm:
     heads: int = _number(0)
     dim: int = _number(0)
     mla: int = _number(0)
-    dtype: str = _key("bfloat16", "name", _dtype)
+    dtype: str = _key("bfloat16", "name", short_values.dtype)
     # Its ranks; `interleave`: tokens in a row on one dcp rank.
     tp: int = _number(1, MAX_RANKS)
     pp: int = _number(1, MAX_RANKS)
-    stages: tuple[int, ...] = _key((), "`n+n+…`", _stages)
+    stages: tuple[int, ...] = _key((), "`n+n+…`", short_values.stages)
     pcp: int = _number(1, MAX_RANKS)
     dcp: int = _number(1, MAX_RANKS)
     interleave: int = _number(0)
@@ -177,20 +58,24 @@ class ShortForm:
     block: int = _number(16)
     kernel_block: int = _number(0)
     blocks: int = _number(8192, 1 << 30, 2)
-    layout: str = _key("HND", "name", _choice(LAYOUTS))
-    kv: str = _key("packed", "name", _choice(("packed", "apart")))
+    layout: str = _key("HND", "name", short_values.layout)
+    kv: str = _key("packed", "name", short_values.choice(("packed", "apart")))
     # Layers without full attention.
-    window: int = _key(0, "`n` or `n@layers`", _window)
+    window: int = _key(0, "`n` or `n@layers`", short_values.window)
     window_layers: tuple[int, ...] = ()
-    state_layers: tuple[int, ...] = _key((), "layers", _layer_list)
-    ssm: tuple[int, ...] = _key((), "`HxDxN` or `HxN`", _state_shape)
-    conv: tuple[ConvPart, ...] = _key((), "`x1536+B128+C128`", _conv_parts)
+    state_layers: tuple[int, ...] = _key((), "layers", short_values.layer_list)
+    ssm: tuple[int, ...] = _key((), "`HxDxN` or `HxN`", short_values.state_shape)
+    conv: tuple[ConvPart, ...] = _key((), "`x1536+B128+C128`", short_values.conv_parts)
     conv_width: int = _number(3)
-    conv_layout: str = _key("SD", "name", _choice(("SD", "DS")))
-    state_dtype: str = _key("", "name", _dtype)
+    conv_layout: str = _key("SD", "name", short_values.choice(("SD", "DS")))
+    state_dtype: str = _key("", "name", short_values.dtype)
     # Names of layers, which must be those of a description JSON on the other side.
-    names: str = _key("model.layers.{}.self_attn.attn", "text with `{}`", _template)
-    state_names: str = _key("model.layers.{}.mixer", "text with `{}`", _template)
+    names: str = _key(
+        "model.layers.{}.self_attn.attn", "text with `{}`", short_values.template
+    )
+    state_names: str = _key(
+        "model.layers.{}.mixer", "text with `{}`", short_values.template
+    )
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -198,216 +83,14 @@ class ShortForm:
         others = {*self.window_layers, *self.state_layers}
         return tuple(layer for layer in range(self.layers) if layer not in others)
 
+    @property
+    def has_attention(self) -> bool:
+        """Whether any layer has."""
+        return len(self.state_layers) < self.layers
+
 
 KEYS: dict[str, Key] = {
     option.name: option.metadata["key"]
     for option in fields(ShortForm)
     if option.metadata
 }
-
-
-def pairs_of(text: str) -> dict[str, str]:
-    """The keys of a short form with their values as text.
-
-    Raises:
-        InvalidArgument: a pair is none, or its key is unknown or there twice.
-    """
-    if len(text) > MAX_LENGTH:
-        expected = f"at most {MAX_LENGTH} characters"
-        raise InvalidArgument("text", Shown(f"{len(text)} characters"), expected)
-    pairs: dict[str, str] = {}
-    for pair in text.split(","):
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if not equals:
-            raise InvalidArgument("pair", pair, "key=value, pairs separated by commas")
-        if key not in KEYS:
-            raise InvalidArgument("key", key, one_of(key, KEYS, is_long=True))
-        if key in pairs:
-            raise InvalidArgument(key, value, "each key once")
-        pairs[key] = value
-    return pairs
-
-
-def form_of(pairs: Mapping[str, str]) -> ShortForm:
-    """The short form with these keys.
-
-    Raises:
-        InvalidArgument: a value is invalid, or keys contradict each other.
-    """
-    values = {key: KEYS[key].read(key, text) for key, text in pairs.items()}
-    # It is written behind a model whose config.json has windows, and means none.
-    if values.get("window") == _NO_WINDOW:
-        del values["window"]
-    for key, expected in _contradictions(values):
-        raise InvalidArgument(key, pairs.get(key, MISSING), expected)
-    form = _filled(values)
-    for key, expected in _misfits(form):
-        raise InvalidArgument(key, pairs.get(key, MISSING), expected)
-    return form
-
-
-def with_model(pairs: Mapping[str, str], model: Mapping[str, str]) -> dict[str, str]:
-    """The pairs, and those of `MODEL_KEYS` of another engine that they do not say themselves."""
-    said = set(pairs)
-    # A latent says what heads say, and the other way round.
-    if "mla" in pairs:
-        said.update(("heads", "dim"))
-    if "heads" in pairs or "dim" in pairs:
-        said.add("mla")
-    taken = {
-        key: value
-        for key, value in model.items()
-        if key in MODEL_KEYS and key not in said
-    }
-    return {**taken, **pairs}
-
-
-# Keys that a form without `layers` takes from the other side.
-MODEL_KEYS = (
-    "layers",
-    "heads",
-    "dim",
-    "mla",
-    "dtype",
-    "window",
-    "state_layers",
-    "ssm",
-    "conv",
-    "conv_width",
-    "state_dtype",
-    "names",
-    "state_names",
-)
-
-
-# Keys that mean nothing without one of these.
-_NEEDS = {
-    "conv_width": ("conv",),
-    "conv_layout": ("conv",),
-    "state_dtype": ("ssm", "conv"),
-    "state_names": ("ssm", "conv"),
-    "state_layers": ("ssm", "conv"),
-    "ssm": ("state_layers",),
-    "conv": ("state_layers",),
-}
-# Keys that say what these say.
-_EXCLUDES = {"stages": ("pp",), "mla": ("heads", "dim", "kv")}
-
-
-# What is wrong with a form: keys, each with what was expected of it. The first is the error.
-
-_Problems = Iterator[tuple[str, str]]
-
-
-def _contradictions(values: Mapping[str, Any]) -> _Problems:
-    """Keys that are missing, or that say nothing beside others."""
-    if "layers" not in values:
-        yield "layers", "the number of layers, e.g. layers=32, or a model"
-    for key, needed in _NEEDS.items():
-        if key in values and not any(other in values for other in needed):
-            yield key, f"{' or '.join(needed)} with it"
-    for key, others in _EXCLUDES.items():
-        for other in others:
-            if key in values and other in values:
-                yield other, f"no {other} beside {key}: {key} says it already"
-    if "interleave" in values and values.get("dcp", 1) == 1:
-        yield "interleave", "dcp above 1 with it"
-    if values.get("layout") == "CPU":
-        if "mla" in values:
-            yield "layout", "another layout with mla: on the CPU it lies as LBHNC"
-        if "kv" in values:
-            yield "kv", "no kv with layout=CPU, which says how K and V lie"
-
-
-def _filled(values: Mapping[str, Any]) -> ShortForm:
-    """The form with all derived values."""
-    layers = values["layers"]
-    block = values.get("block", 16)
-    # What is written comes last and replaces what is derived.
-    derived = {
-        "stages": even_stages(layers, values.get("pp", 1)),
-        "kernel_block": block,
-        "interleave": block,
-        "state_dtype": values.get("dtype", "bfloat16"),
-        **values,
-    }
-    derived["pp"] = len(derived["stages"])
-    if "window" in values:
-        derived["window"], listed = values["window"]
-        derived["window_layers"] = _layers_of("window", listed, layers)
-    if "state_layers" in values:
-        derived["state_layers"] = _layers_of(
-            "state_layers", values["state_layers"], layers
-        )
-    return ShortForm(**derived)
-
-
-def even_stages(layers: int, pp: int) -> tuple[int, ...]:
-    """Layers per pipeline stage, as vLLM splits them: evenly, with the remainder on the stages before the last.
-
-    Example: 34 layers in 4 stages are 8, 9, 9, 8.
-    """
-    size, rest = divmod(layers, pp)
-    last = pp - 1
-    larger = range(last - rest, last)
-    return tuple(size + 1 if stage in larger else size for stage in range(pp))
-
-
-def _layers_of(key: str, listed: str, layers: int) -> tuple[int, ...]:
-    """The layers of a list like `0-30/2+31`: single layers, inclusive ranges, every n-th of a range."""
-    if listed == "*":
-        return tuple(range(layers))
-    chosen: set[int] = set()
-    for item in listed.split("+"):
-        span, _, every = item.partition("/")
-        first, _, last = span.partition("-")
-        low = int(first)
-        high = int(last or first)
-        step = int(every or 1)
-        if not low <= high < layers or step < 1:
-            raise InvalidArgument(
-                key, item, f"layers from 0 to {layers - 1}, the lower one first"
-            )
-        chosen.update(range(low, high + 1, step))
-    return tuple(sorted(chosen))
-
-
-def _misfits(form: ShortForm) -> _Problems:
-    """Sizes that do not fit together."""
-    if form.pp > form.layers:
-        yield "pp", f"at most layers={form.layers}"
-    if sum(form.stages) != form.layers:
-        yield "stages", f"sizes that add up to layers={form.layers}"
-    if set(form.state_layers) & set(form.window_layers):
-        yield "state_layers", "layers that are not in the list of window"
-    yield from _misfits_of_attention(form)
-    for key, size in (
-        ("kernel_block", form.kernel_block),
-        ("interleave", form.interleave),
-    ):
-        if form.block % size:
-            yield key, f"a divisor of block={form.block}"
-    ranks = form.pp * form.pcp * form.tp
-    if ranks > MAX_RANKS:
-        yield "tp", f"at most {MAX_RANKS} ranks; pp·pcp·tp is {ranks}"
-    if form.pcp * form.tp % form.dcp:
-        yield "dcp", f"a divisor of pcp·tp={form.pcp * form.tp}"
-    # All ranks of a latent hold the same head, so its groups of dcp ranks may be any.
-    if form.mla or not form.heads or form.pcp % form.dcp == 0:
-        return
-    if form.dcp % form.pcp or form.tp % (form.dcp // form.pcp):
-        yield (
-            "dcp",
-            f"a divisor or a multiple of pcp={form.pcp} whose groups fill whole tensor-parallel ranks",
-        )
-
-
-def _misfits_of_attention(form: ShortForm) -> _Problems:
-    has_no_attention = len(form.state_layers) == form.layers
-    sizes = {"heads": form.heads, "dim": form.dim, "mla": form.mla}
-    for key, size in sizes.items():
-        if size and has_no_attention:
-            yield key, "a layer with attention: all are in state_layers"
-        is_needed = key != "mla" and not form.mla and not has_no_attention
-        if is_needed and not size:
-            yield key, "heads and dim of the attention, or mla"

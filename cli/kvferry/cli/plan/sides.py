@@ -24,7 +24,7 @@ import msgspec
 from kvferry.cli.arguments import InvalidArgument, InvalidSide, read_file
 from kvferry.cli.plan.model_config import read_model_config
 from kvferry.cli.plan.short_engine import UNKNOWN_MODEL, engine_of_form
-from kvferry.cli.plan.short_form import form_of, pairs_of, with_model
+from kvferry.cli.plan.short_reading import form_of, pairs_of, with_model
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import (
     MAX_DESCRIPTION_JSON_BYTES,
