@@ -64,6 +64,10 @@ class Clocks:
     ahead_ns: dict[tuple[Clock, Clock], int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    def shift_ns(self, clock: Clock, reference: Clock) -> int:
+        """What a time on this clock needs to be one on the reference."""
+        return -self.ahead_ns.get((clock, reference), 0)
+
 
 def clock_of(process: ProcessStarted) -> Clock:
     """The clock that a process reads."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.trace.clocks import Clock, Clocks, clock_of, moment, reference_of
+from kvferry.trace.clocks import Clocks, clock_of, moment, reference_of
 from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,
-    Finished,
     LeaseOver,
     LoadOrdered,
     LoadReported,
@@ -22,11 +21,7 @@ from kvferry.trace.events import (
     RequestEvent,
 )
 from kvferry.trace.handover import Handover, LoadTrace
-
-LOADED = "loaded"
-NOTHING_TO_LOAD = "nothing to load"
-_FETCHED = frozenset({"done", "release"})
-"""`LeaseOver.how` of leases that a consumer ended."""
+from kvferry.trace.outcome import GOOD, missing_parts, outcome_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +56,11 @@ class WorkerSpans:
         """The worker's name in its engine."""
         process = self.load.process
         return process.place or f"pid {process.pid}"
+
+    @property
+    def begun_ns(self) -> int:
+        """When it had its order."""
+        return self.spans[0].begun_ns
 
     @property
     def ended_ns(self) -> int:
@@ -138,7 +138,7 @@ class Timeline:
     @property
     def is_good(self) -> bool:
         """Whether the consumer had the prompt without computing it."""
-        return self.outcome in (LOADED, NOTHING_TO_LOAD)
+        return self.outcome in GOOD
 
     @property
     def bytes(self) -> int:
@@ -176,84 +176,101 @@ _READS = (Phase.POSTING, Phase.READING)
 
 def make_timeline(handover: Handover, clocks: Clocks) -> Timeline:
     """The timeline of a handover, its times shifted to its reference clock."""
-    reference = reference_of(handover)
+    times = _times_of(handover, clocks)
+    workers = _workers(handover, clocks)
+    last = _last_of(workers)
+    first_begun = None
+    if workers:
+        first_begun = workers[0].begun_ns
+    zero_ns = _first_known(
+        times.given,
+        # Where the prompt's end was not recorded, the earliest that is known of the consumer.
+        times.arrived,
+        times.ordered,
+        times.recomputed,
+        first_begun,
+        times.reported,
+        # Then anything else.
+        times.queued,
+        times.scheduled,
+        times.over,
+    )
+    return Timeline(
+        handover=handover,
+        steps=_steps(handover, clocks, times.given),
+        before=_spans(
+            (Phase.PREFILL_QUEUE, times.queued, times.scheduled),
+            (Phase.PREFILL, times.scheduled, times.given),
+        ),
+        to_load=_to_load(times, last),
+        workers=workers,
+        from_load=_from_load(times, last),
+        held=_held(times, last),
+        zero_ns=zero_ns or 0,
+        ended_ns=times.resumed,
+        outcome=outcome_of(handover),
+        missing=missing_parts(handover),
+    )
 
-    def shift_of(clock: Clock) -> int:
-        return -clocks.ahead_ns.get((clock, reference), 0)
+
+# The times of a handover's events.
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Times of events on the reference clock; None where one was not recorded.
+
+    Attributes:
+        resumed: when the consumer could go on, with or without a load.
+        stepped: when it has gone on, where that is another moment.
+    """
+
+    queued: int | None
+    scheduled: int | None
+    given: int | None
+    over: int | None
+    arrived: int | None
+    ordered: int | None
+    reported: int | None
+    recomputed: int | None
+    resumed: int | None
+    stepped: int | None
+
+
+def _times_of(handover: Handover, clocks: Clocks) -> _Times:
+    """What was recorded of a handover, and what can be said where an event is not recorded."""
+    reference = reference_of(handover)
 
     def at(kind: type[RequestEvent]) -> int | None:
         recorded = moment(handover, kind)
         if recorded is None:
             return None
-        return recorded.at_ns + shift_of(recorded.clock)
+        return recorded.at_ns + clocks.shift_ns(recorded.clock, reference)
 
-    queued = at(PrefillArrived)
-    scheduled = at(PrefillScheduled)
-    given = at(ParamsGiven)
-    over = at(LeaseOver)
     arrived = at(DecodeArrived)
     ordered = at(LoadOrdered)
     reported = at(LoadReported)
     recomputed = at(Recomputed)
     stepped = at(DecodeScheduled)
-
-    by_place = sorted(handover.loads, key=lambda load: _by_place(load.process))
-    workers = tuple(
-        _worker(load, shift_of(clock_of(load.process))) for load in by_place
-    )
-    first_begun = None
-    last_begun = None
-    read_until = None
-    last = _last_of(workers)
-    if last is not None:
-        first_begun = workers[0].spans[0].begun_ns
-        last_begun = last.spans[0].begun_ns
-        read_until = last.ended_ns
-
     if arrived is None and ordered is None:
         # Unusable params are found at the arrival, which is not recorded then.
         arrived = recomputed
-    ended = _first_known(reported, recomputed)
-    if ended is None and ordered is None:
+    resumed = _first_known(reported, recomputed)
+    if resumed is None and ordered is None:
         # The consumer has all blocks already: it goes on with its first step.
-        ended = stepped
+        resumed = stepped
         stepped = None
-    # Where the prompt's end was not recorded, the earliest that is known of the consumer; then anything else.
-    zero = _first_known(
-        given,
-        arrived,
-        ordered,
-        recomputed,
-        first_begun,
-        reported,
-        queued,
-        scheduled,
-        over,
-    )
-    return Timeline(
-        handover=handover,
-        steps=_steps(handover, shift_of, given),
-        before=_spans(
-            (Phase.PREFILL_QUEUE, queued, scheduled), (Phase.PREFILL, scheduled, given)
-        ),
-        to_load=_spans(
-            (Phase.ROUTER, given, arrived),
-            (Phase.DECODE_QUEUE, arrived, _first_known(ordered, ended)),
-            (Phase.ORDER, ordered, last_begun),
-            # Only where no worker has recorded its stages.
-            (Phase.LOAD, ordered if last is None else None, ended),
-        ),
-        workers=workers,
-        from_load=_spans(
-            (Phase.REPORT, read_until, ended), (Phase.FIRST_STEP, ended, stepped)
-        ),
-        held=next(
-            iter(_spans((Phase.HELD, _first_known(given, read_until), over))), None
-        ),
-        zero_ns=zero or 0,
-        ended_ns=ended,
-        outcome=_outcome(handover),
-        missing=_missing(handover),
+    return _Times(
+        queued=at(PrefillArrived),
+        scheduled=at(PrefillScheduled),
+        given=at(ParamsGiven),
+        over=at(LeaseOver),
+        arrived=arrived,
+        ordered=ordered,
+        reported=reported,
+        recomputed=recomputed,
+        resumed=resumed,
+        stepped=stepped,
     )
 
 
@@ -263,6 +280,93 @@ def _first_known(*times_ns: int | None) -> int | None:
         if time_ns is not None:
             return time_ns
     return None
+
+
+# The phases between them.
+
+
+def _to_load(times: _Times, last: WorkerSpans | None) -> tuple[Span, ...]:
+    """From the prompt's end until the last worker had its order, or the consumer went on without a load."""
+    wait = _spans(
+        (Phase.ROUTER, times.given, times.arrived),
+        (
+            Phase.DECODE_QUEUE,
+            times.arrived,
+            _first_known(times.ordered, times.resumed),
+        ),
+    )
+    if last is not None:
+        return (*wait, *_spans((Phase.ORDER, times.ordered, last.begun_ns)))
+    # No worker has recorded its stages: the load is one phase.
+    return (*wait, *_spans((Phase.LOAD, times.ordered, times.resumed)))
+
+
+def _from_load(times: _Times, last: WorkerSpans | None) -> tuple[Span, ...]:
+    """From the end of the last worker's load until the consumer's first step."""
+    loaded = None
+    if last is not None:
+        loaded = last.ended_ns
+    return _spans(
+        (Phase.REPORT, loaded, times.resumed),
+        (Phase.FIRST_STEP, times.resumed, times.stepped),
+    )
+
+
+def _held(times: _Times, last: WorkerSpans | None) -> Span | None:
+    """While the producer kept the prompt's blocks for the consumer."""
+    kept_from = times.given
+    if kept_from is None and last is not None:
+        kept_from = last.ended_ns
+    if kept_from is None or times.over is None:
+        return None
+    return _span(Phase.HELD, kept_from, times.over)
+
+
+def _steps(handover: Handover, clocks: Clocks, given: int | None) -> tuple[Span, ...]:
+    """A step ends where the next one begins, the last one with the prompt."""
+    if handover.prefill is None or not handover.steps:
+        return ()
+    clock = clock_of(handover.prefill.process)
+    shift_ns = clocks.shift_ns(clock, reference_of(handover))
+    begins = [step.at_ns + shift_ns for step in handover.steps]
+    # Where the prompt's end was not recorded, the last step has no length.
+    ends = [*begins[1:], begins[-1]]
+    if given is not None:
+        ends[-1] = given
+    spans = []
+    for step, begun_ns, ended_ns in zip(handover.steps, begins, ends, strict=True):
+        spans.append(_span(Phase.PREFILL_STEP, begun_ns, ended_ns, 0, step.tokens))
+    return tuple(spans)
+
+
+def _workers(handover: Handover, clocks: Clocks) -> tuple[WorkerSpans, ...]:
+    """The loads of all workers, in the order of their places."""
+    reference = reference_of(handover)
+    workers = []
+    for load in sorted(handover.loads, key=lambda load: _by_place(load.process)):
+        shift_ns = clocks.shift_ns(clock_of(load.process), reference)
+        workers.append(_worker(load, shift_ns))
+    return tuple(workers)
+
+
+def _worker(load: LoadTrace, shift_ns: int) -> WorkerSpans:
+    spans = []
+    for stage in load.ended.stages:
+        spans.append(_span(stage.stage, stage.begun_ns, stage.ended_ns, shift_ns))
+    if not spans:
+        spans.append(
+            Span(Phase.LOAD, load.begun_ns + shift_ns, load.ended_ns + shift_ns)
+        )
+    chunks = []
+    for chunk in load.ended.chunks:
+        read = (chunk.begun_ns, chunk.ended_ns, shift_ns, chunk.stop_token)
+        chunks.append(_span(Phase.CHUNK_READ, *read))
+    return WorkerSpans(load, tuple(spans), tuple(chunks))
+
+
+def _by_place(process: ProcessStarted) -> tuple[object, ...]:
+    # By length first, so that tp10 comes after tp9.
+    return (len(process.place), process.place, process.host, process.pid)
 
 
 def _last_of(workers: Iterable[WorkerSpans]) -> WorkerSpans | None:
@@ -290,92 +394,3 @@ def _spans(*phases: tuple[Phase, int | None, int | None]) -> tuple[Span, ...]:
         if begun_ns is not None and ended_ns is not None:
             spans.append(_span(phase, begun_ns, ended_ns))
     return tuple(spans)
-
-
-def _steps(
-    handover: Handover, shift_of: Callable[[Clock], int], given: int | None
-) -> tuple[Span, ...]:
-    """A step ends where the next one begins, the last one with the prompt."""
-    if handover.prefill is None or not handover.steps:
-        return ()
-    shift_ns = shift_of(clock_of(handover.prefill.process))
-    begins = [step.at_ns + shift_ns for step in handover.steps]
-    # Where the prompt's end was not recorded, the last step has no length.
-    ends = [*begins[1:], begins[-1]]
-    if given is not None:
-        ends[-1] = given
-    spans = []
-    for step, begun_ns, ended_ns in zip(handover.steps, begins, ends, strict=True):
-        spans.append(_span(Phase.PREFILL_STEP, begun_ns, ended_ns, 0, step.tokens))
-    return tuple(spans)
-
-
-def _worker(load: LoadTrace, shift_ns: int) -> WorkerSpans:
-    spans = []
-    for stage in load.ended.stages:
-        spans.append(_span(stage.stage, stage.begun_ns, stage.ended_ns, shift_ns))
-    if not spans:
-        spans.append(
-            Span(Phase.LOAD, load.begun_ns + shift_ns, load.ended_ns + shift_ns)
-        )
-    chunks = []
-    for chunk in load.ended.chunks:
-        read = (chunk.begun_ns, chunk.ended_ns, shift_ns, chunk.stop_token)
-        chunks.append(_span(Phase.CHUNK_READ, *read))
-    return WorkerSpans(load, tuple(spans), tuple(chunks))
-
-
-def _by_place(process: ProcessStarted) -> tuple[object, ...]:
-    # By length first, so that tp10 comes after tp9.
-    return (len(process.place), process.place, process.host, process.pid)
-
-
-def _outcome(handover: Handover) -> str:
-    if handover.decode is not None:
-        return _consumer_outcome(handover)
-    if not handover.get(ParamsGiven):
-        return "not prefilled"
-    over = handover.get(LeaseOver)
-    if over is None:
-        return "not fetched so far"
-    if over.how in _FETCHED:
-        return f"fetched: {over.how}"
-    return f"not fetched: {over.how}"
-
-
-def _consumer_outcome(handover: Handover) -> str:
-    reasons = sorted(
-        {load.ended.reason for load in handover.loads if load.ended.reason}
-    )
-    why = f" ({', '.join(reasons)})" if reasons else ""
-    recomputed = handover.get(Recomputed)
-    if recomputed is not None:
-        # The scheduler's reason is often that of the workers: then it is said once.
-        if reasons == [recomputed.reason]:
-            why = ""
-        return f"recomputed: {recomputed.reason}{why}"
-    reported = handover.get(LoadReported)
-    if reported is not None:
-        return LOADED if reported.good else f"load failed{why}"
-    if handover.get(DecodeScheduled) and not handover.get(LoadOrdered):
-        return NOTHING_TO_LOAD
-    if handover.get(Finished):
-        return f"ended before it was loaded{why}"
-    return f"under way{why}"
-
-
-def _missing(handover: Handover) -> tuple[str, ...]:
-    missing = []
-    if handover.prefill is None:
-        missing.append("producer")
-    if handover.decode is None:
-        # A lease that a consumer has ended shows that there was one.
-        over = handover.get(LeaseOver)
-        if over is not None and over.how in _FETCHED:
-            missing.append("consumer")
-        return tuple(missing)
-    if not any(handover.get(kind) for kind in (DecodeArrived, LoadOrdered, Recomputed)):
-        missing.append("consumer's scheduler")
-    if handover.get(LoadReported) and not handover.loads:
-        missing.append("consumer's workers")
-    return tuple(missing)
