@@ -11,7 +11,6 @@ workers are forked where they would be spawned.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +20,13 @@ from scripts.accuracy.client import ASK_FOR_PREFILL
 from scripts.accuracy.devices import free_ports
 from scripts.accuracy.metrics import Scrape, parse_metrics
 from tests.forkserver import forkserver
-from tests.vllm.forked_engine_child import Answer, EngineSpec, flip_a_byte, main
+from tests.vllm.forked_engine_child import (
+    Answer,
+    EngineSpec,
+    early_bytes,
+    flip_a_byte,
+    main,
+)
 from tests.waiting import wait_until
 
 START_S = 300.0
@@ -105,6 +110,14 @@ class ForkedEngine:
         )
         return str(name)
 
+    def hold_at(self, tokens: int | None) -> None:
+        """Take no step while as many tokens of any request are computed; None: go on."""
+        self._call("hold_at", tokens)
+
+    def early_bytes(self) -> int:
+        """What all workers have read so far of prompts that are still computed."""
+        return sum(self.on_workers(early_bytes))
+
     def result(self, name: str) -> Answer:
         """The answer to a request that was begun."""
         found: list[Answer] = []
@@ -182,10 +195,19 @@ def start(
 
 
 def hand_over_at_once(
-    producer: ForkedEngine, consumer: ForkedEngine, prompt: Sequence[int], name: str
+    producer: ForkedEngine,
+    consumer: ForkedEngine,
+    prompt: Sequence[int],
+    name: str,
+    held_at: int,
 ) -> tuple[Answer, Scrape]:
     """Both legs of a request together, as routers send them: the answer, and what the consumer has counted meanwhile.
-    They have handed over before."""
+    They have handed over before.
+
+    Args:
+        held_at: with so many tokens computed the producer takes no step until the consumer has read any of them. A
+            small model computes a prompt in less time than a busy machine lets the consumer begin.
+    """
     params, free, before = (
         producer.prefill(prompt[:2]),
         producer.free_blocks(),
@@ -199,10 +221,13 @@ def hand_over_at_once(
         "remote_request_id": name,
     }
     leg |= {key: params[key] for key in kept}
-    with ThreadPoolExecutor(1) as beside:
-        answer = beside.submit(consumer.answer, prompt, leg, id=name)
-        producer.prefill(prompt, id=name)
-        found = answer.result()
+    producer.hold_at(held_at)
+    prefill = producer.begin(prompt, ASK_FOR_PREFILL, 1, id=name)
+    decode = consumer.begin(prompt, leg, id=name)
+    wait_until(consumer.early_bytes, "a part is read early", timeout_s=ANSWER_S)
+    producer.hold_at(None)
+    assert producer.result(prefill).params
+    found = consumer.result(decode)
     wait_until(
         lambda: producer.free_blocks() >= free,
         "the producer has its blocks back",

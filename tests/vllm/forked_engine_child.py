@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _CACHE_TOKENS = 4096
+_SNAPSHOT_S = 30.0
 
 _SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -139,10 +140,11 @@ class ChildEngine:
         steps.MAX_IDLE_S = 0.05  # `free_blocks` is to know soon what is free
         self._asked = 0
         self._answers: dict[str, Answer] = {}
+        self._held_at: int | None = None
 
     def serve(self, pipe: Connection) -> None:
         while True:
-            busy = self._scheduler.has_requests()
+            busy = self._scheduler.has_requests() and not self._is_held()
             if pipe.poll(0.0 if busy else 0.05):
                 try:
                     name, *arguments = pipe.recv()
@@ -198,6 +200,16 @@ class ChildEngine:
         name, lora = more.get("id", str(self._asked)), _lora(more.get("lora"))
         self._engine.add_request(name, asked, sampling, lora_request=lora)
         return str(name)
+
+    def hold_at(self, tokens: int | None) -> None:
+        """Take no step while as many tokens of any request are computed; None: go on."""
+        self._held_at = tokens
+
+    def _is_held(self) -> bool:
+        if self._held_at is None:
+            return False
+        computed = [each.num_computed_tokens for each in self._scheduler.running]
+        return max(computed, default=0) >= self._held_at
 
     def result(self, name: str) -> Answer | None:
         """The answer to a request that was begun, once; None while there is none."""
@@ -263,6 +275,15 @@ def flip_a_byte(worker: Any, layer: str, block: int, which: int) -> None:
     else:
         state = cache[which][block]
         state[torch.unravel_index(state.abs().argmax(), state.shape)] *= -1
+
+
+def early_bytes(_: Any) -> int:
+    """What the loads under way have read so far of prompts that are still computed, by this worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    seen = connector.worker_side.worker.snapshot(_SNAPSHOT_S)
+    return sum(record.early_bytes for record in seen.begun) if seen else 0
 
 
 def _lora(folder: str | None) -> Any:

@@ -22,7 +22,7 @@ def test_both_legs_at_once(logs: Path, differs: Differs) -> None:
         trio = Trio.start(running, logs, "legs", MODEL, in_parts)
         expected = trio.alone.answer(prompt)
         answer, counted = hand_over_at_once(
-            trio.producer, trio.consumer, prompt, "both-legs"
+            trio.producer, trio.consumer, prompt, "both-legs", 64
         )
         assert differs(difference(answer, expected)) < NOISE
         assert counted.by_label("vllm:kvferry_local_recomputes_total", "reason") == {}
