@@ -55,6 +55,8 @@ class Sample:
 
     Attributes:
         lives: of engines, so far.
+        is_calm: there was no more in the process than its living engines. Where it is busy, engines that have ended
+            take their time, and what they still hold is no growth.
         rss_mb: resident memory. A segment of shared memory counts once for every time that it is attached.
         own_mb: the part of it that is neither shared memory nor files.
         objects: blocks of memory that Python's allocator has given out: what leaks in Python grows it, NIXL does not.
@@ -68,6 +70,7 @@ class Sample:
     objects: int
     fds: int
     threads: int
+    is_calm: bool = True
 
 
 @dataclass
@@ -113,19 +116,22 @@ class Gauges:
                 sys.getallocatedblocks(),
                 fds,
                 threads,
+                calm,
             )
         )
         return True
 
     def added(self, name: str, after: float = 0.3) -> tuple[float, float]:
-        """By least squares over all samples after the first part that are `warm`.
+        """By least squares over all calm samples after the first part that are `warm`.
 
         Returns:
             How much of it is added per 1,000 requests, and how much per life of an engine.
         """
         last = self.samples[-1].requests
         chosen = [
-            one for one in self.samples[self.warm :] if one.requests >= after * last
+            one
+            for one in self.samples[self.warm :]
+            if one.requests >= after * last and one.is_calm
         ]
         if not chosen:
             return 0.0, 0.0

@@ -206,7 +206,9 @@ class Fleet:
     def close(self) -> None:
         """Everything ends; what must not be left is counted under `violations`."""
         self._wait_until_idle()
-        self.gauges.poll(self.counts.requests, self.lives, now=True)
+        self.gauges.poll(
+            self.counts.requests, self.lives, calm=not self._graves, now=True
+        )
         for engine in self._engines():
             self._check_idle(engine)
             engine.kill().join(60.0)

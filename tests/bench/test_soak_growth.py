@@ -3,6 +3,7 @@ named, and what goes up and down does not."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,6 +103,18 @@ def test_a_leak_of_some_mb_by_every_life_is_named_as_that(
     said = grown(figures(samples(mb_per_life=2.5, kills=kills)))
     assert len(said) == 2
     assert all("MB" in one and "per life of an engine" in one for one in said)
+
+
+def test_what_ended_engines_hold_on_a_busy_machine_is_no_growth() -> None:
+    made = samples(kills=())
+    ends = [
+        replace(one, objects=one.objects + 300_000, is_calm=False)
+        if one.requests > 4500
+        else one
+        for one in made
+    ]
+    assert grown(figures(ends)) == []
+    assert grown(figures([replace(one, is_calm=True) for one in ends]))
 
 
 def test_a_soak_without_restarts_is_judged_by_its_requests() -> None:
