@@ -15,6 +15,7 @@ import contextlib
 import logging
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from bench.figures import Results, Table, Target, publish, spread
@@ -58,8 +59,16 @@ class Loaded:
     chunks: int
 
 
+Pace = Callable[[Engine, Engine, int], None]
+"""Called after every chunk but the last with both engines, and how many chunks have been computed."""
+
+
+def at_once(*_: object) -> None:
+    """The next chunk is computed whatever the consumer has read."""
+
+
 def handover(
-    producer: Engine, consumer: Engine, seed: int, *, streamed: bool
+    producer: Engine, consumer: Engine, seed: int, pace: Pace, *, streamed: bool
 ) -> Loaded:
     """Compute one prompt and load it, and compare its bytes.
 
@@ -81,6 +90,8 @@ def handover(
         if load is None and prefill.params is not None:
             load = consumer.load(prefill.params)
         producer.step()
+        if streamed and chunk + 1 < CHUNKS:
+            pace(producer, consumer, chunk + 1)
     ended_s = time.monotonic()
     prefill.end()
     assert load is not None
@@ -105,7 +116,7 @@ def handover(
 
 
 def measure(
-    shape: CacheShape, settings: WorkerSettings, turns: int
+    shape: CacheShape, settings: WorkerSettings, turns: int, pace: Pace = at_once
 ) -> dict[str, list[Loaded]]:
     """Loads of both kinds in turn, without the first of each."""
     rows = replace(SETTINGS, row_blocks=(TOKENS // SHAPE.block_tokens,))
@@ -126,8 +137,9 @@ def measure(
         )
         for turn in range(turns + 1):
             for kind, loads in found.items():
+                is_streamed = kind == STREAMED
                 loads.append(
-                    handover(producer, consumer, turn, streamed=kind == STREAMED)
+                    handover(producer, consumer, turn, pace, streamed=is_streamed)
                 )
     return {kind: loads[1:] for kind, loads in found.items()}
 
