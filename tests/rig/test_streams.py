@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvferry.protocol.params_mac import sign_params
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.reading import StreamedRead
+from kvferry.worker.loads.state import LoadState
 from kvferry.worker.settings import WorkerSettings
 from tests.geometry.cells import NULL_BLOCK
 from tests.geometry.drawn import Drawn
@@ -48,11 +49,15 @@ def test_every_byte_arrives_part_by_part(name: str, way: str) -> None:
 
 
 def loads_of(engine: RigEngine) -> list[Load]:
-    return [
-        load
-        for worker in engine.workers
-        for load in list(thread_of(worker).runner.begun())
-    ]
+    """Those that have begun. One whose state changes at this moment may be missing: compare their number."""
+    found: dict[Load, None] = {}
+    for worker in engine.workers:
+        loads = thread_of(worker).runner.loads
+        for state in LoadState:
+            # Copied at once: the workers' threads go on meanwhile.
+            if state not in (LoadState.WAITING, LoadState.OVER):
+                found |= dict.fromkeys(list(loads.in_state(state)))
+    return list(found)
 
 
 def has_read(load: Load, tokens: int) -> bool:
@@ -108,7 +113,10 @@ def early_step(pair: Pair) -> int:
 
 
 def have_read(consumer: RigEngine, tokens: int) -> bool:
-    return all(has_read(load, tokens) for load in loads_of(consumer))
+    loads = loads_of(consumer)
+    num_known = len(loads) + len(consumer.seen.load_records)
+    is_whole = num_known == len(consumer.workers)
+    return is_whole and all(has_read(load, tokens) for load in loads)
 
 
 def check_stream(
