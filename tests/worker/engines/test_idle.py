@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 
 from kvferry.protocol.ids import EMPTY
+from kvferry.worker.pace import IDLE_NOTIFICATION_S, QUARANTINE_POLL_S
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
 from tests.harness.integrity import ANSWER_WITHIN_S, snapshot_of
@@ -17,11 +19,18 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 WINDOW_S = 0.4
+THREAD = "kvferry-transfer"
 
 
 def _calls(engine: Engine) -> int:
     """Without the taking of notifications, which anyone can send to an idle worker too."""
     return sum(engine.fabric.calls.values()) - engine.fabric.calls["take_notifications"]
+
+
+def _cpu_s(thread: threading.Thread) -> float:
+    """Processor time that a thread has used. Not the process's: the fabric has threads, and the test waits, too."""
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 def _is_idle(engine: Engine) -> bool:
@@ -35,13 +44,18 @@ def test_without_work_the_threads_block(any_rig: Rig) -> None:
         wait_until(lambda engine=engine: _is_idle(engine), "it waits for ever")  # type: ignore[misc]
     before = [_calls(engine) for engine in (producer, consumer)]
     taken = producer.fabric.calls["take_notifications"]
-    cpu_s, began_s = time.process_time(), time.monotonic()
+    threads = [each for each in threading.enumerate() if each.name == THREAD]
+    assert len(threads) == 2
+    cpu_s = sum(map(_cpu_s, threads))
+    began_s = time.monotonic()
     wait_until(lambda: time.monotonic() > began_s + WINDOW_S, "the window is over")
+    used_s = sum(map(_cpu_s, threads)) - cpu_s
+    # The window may be much longer than it should be where others have the processor.
+    lasted_s = time.monotonic() - began_s
     assert [_calls(engine) for engine in (producer, consumer)] == before
-    assert producer.fabric.calls["take_notifications"] - taken <= 2
-    assert time.process_time() - cpu_s < 0.25 * WINDOW_S, (
-        "half of this is the waiting itself"
-    )
+    most_taken = 1 + lasted_s / IDLE_NOTIFICATION_S
+    assert producer.fabric.calls["take_notifications"] - taken <= most_taken
+    assert used_s < 0.05 * lasted_s
 
 
 def test_a_frozen_peer_that_was_given_up_is_polled_seldom(rig: Rig) -> None:
@@ -51,10 +65,11 @@ def test_a_frozen_peer_that_was_given_up_is_polled_seldom(rig: Rig) -> None:
         rig.until_over(consumer, consumer.load(producer.prefill(tokens=5).params))
         is not None
     )
-    polls, began_s = consumer.fabric.calls["poll"], time.monotonic()
-    wait_until(lambda: time.monotonic() > began_s + WINDOW_S, "the window is over")
-    often = (consumer.fabric.calls["poll"] - polls) / (time.monotonic() - began_s)
-    assert 5 < often < 200
+    began_s = time.monotonic()
+    polls = consumer.fabric.calls["poll"]
+    wait_until(lambda: consumer.fabric.calls["poll"] > polls + 20, "it is polled")
+    polled = consumer.fabric.calls["poll"] - polls
+    assert polled <= 1 + (time.monotonic() - began_s) / QUARANTINE_POLL_S
 
 
 def test_closing_clears_the_lease_table_and_is_quick_even_with_a_read_under_way(
