@@ -233,6 +233,7 @@ def _share_out(pattern: _Pattern, search: _Search) -> None:
     if search.has_lacks_enough():
         return
     shares = _complete_shares(pattern.holds)
+    # Not head by head: a convolution's heads are its channels, and there are thousands.
     for segment in _segments(pattern):
         search.count(len(pattern.wants))
         readers = [holding for holding in pattern.wants if holding.has(segment)]
@@ -345,6 +346,7 @@ class _Matching:
         Returns:
             The holder of each reader; None for a reader without.
         """
+        # In two rounds: who serves one more before all serve their number may leave another one with fewer.
         unmatched: list[int] = []
         for reader, holders in enumerate(self._known):
             if holders and not self._try_match(reader, readers_each):
@@ -393,6 +395,7 @@ class _Matching:
 
 def _complete_shares(holds: Sequence[Holding]) -> list[Interleave]:
     """The shares of the producers' division of the tokens, which together are all tokens."""
+    # Of one division: parts of two overlap, and tokens of both would be read twice.
     divisions = {(holding.share.ranks, holding.share.run_tokens) for holding in holds}
     ranks, run_tokens = min(divisions, default=(0, 0))
     return [
@@ -427,6 +430,7 @@ def _release_rest(
     for producer in range(producers):
         if producer in read:
             continue
+        # It costs this one a notification for every request.
         consumer = routes.index(min(routes))
         released[consumer].append(producer)
         routes[consumer] += 1

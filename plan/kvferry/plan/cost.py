@@ -113,6 +113,7 @@ def cheapest(costs: Costs, read_options: Sequence[ReadOption]) -> int | None:
     """The index of the fastest option; the first of equals."""
     if not read_options:
         return None
+    # Without the relayout: it puts the same bytes in place, however they were read.
     times_s = [
         costs.read_s(option.read_bytes, option.descriptors) for option in read_options
     ]

@@ -83,6 +83,7 @@ def format_group(group: CacheGroup) -> str:
 
 def layer_order(engine: EngineDescription) -> dict[str, int]:
     """The index of every layer name among all layers of the engine."""
+    # By name: workers describe the layers of their stages, and none of them the order of all.
     names = {tensor.layer for worker in engine.workers for tensor in worker.tensors}
     return {name: index for index, name in enumerate(sorted(names, key=natural))}
 

@@ -33,6 +33,7 @@ def parts_of(
             local, remote, heads, tokens, conversion_of(local, remote, heads.start)
         )
         return
+    # A place of a bundle has one conversion, and so one scale on each side.
     for head in range(heads.start, heads.stop):
         conversion = conversion_of(local, remote, head)
         yield TensorSlice(local, remote, Range(head, head + 1), tokens, conversion)
@@ -127,6 +128,7 @@ def _possible_readings(
 ) -> dict[ReadExtent, Mapping[int, ReadOption]]:
     """The readings of parts that may be staged, each with its cost per part."""
     candidates: list[int] = []
+    # Longer runs are read in place whatever the options would cost, and each option merges all of its parts anew.
     for bundle in bundles:
         if bundle.run_bytes < costs.direct_min_bytes or _must_be_staged(bundle, costs):
             candidates += _members(bundle)
@@ -148,6 +150,7 @@ def _choose_reading(
     usable: list[ReadExtent] = []
     options: list[ReadOption] = []
     for reading, by_part in readings.items():
+        # A bundle is put in place as a whole, so all of its parts must be read in the same way.
         if not by_part.keys() >= set(members):
             continue
         usable.append(reading)

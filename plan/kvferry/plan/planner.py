@@ -53,6 +53,7 @@ _SAME_TENSOR = {
     "cell_bytes": "use the same cache dtype and attention backend on both sides",
     "tile_tokens": "give both engines the same --block-size and attention backend: these cells cannot be divided",
 }
+# Of another model every tensor differs, and hundreds of lines would hide the reason that names it.
 _MAX_SETTING_REASONS = 8
 _MAX_TENSOR_REASONS = 8
 
@@ -183,6 +184,7 @@ def _plan(
             unless_mapped=unless_mapped,
         )
         routes.append(route)
+    # A producer frees its blocks when all of its workers were told so, those too of which nothing is read.
     for index in assignment.released[worker]:
         route = Route(
             worker=index,

@@ -55,6 +55,7 @@ def check_description(engine: EngineDescription) -> None:
     Raises:
         InvalidMessage: naming the worker, the tensor and the field.
     """
+    # Logs and reasons name workers by their places.
     places = [worker.place for worker in engine.workers]
     if len(set(places)) != len(places):
         raise InvalidMessage(

@@ -245,6 +245,7 @@ def _absorb(
     axes: Iterable[RunAxis], run: int, items: tuple[int, int]
 ) -> tuple[tuple[RunAxis, ...], int]:
     """Grow the run by every axis that continues it on both sides; drop axes of one step."""
+    # The stride of an axis of one step is never used. It may be any, and would keep equal loops apart.
     remaining = [axis for axis in axes if axis.steps > 1]
     continuing = _continuing(remaining, run, items)
     while continuing is not None:
@@ -282,9 +283,11 @@ def _producer_part(
     if reading is not ReadExtent.UNITS and not tokens.is_state:
         unit_tokens = remote.block_tokens
     heads = part.heads
+    # Where heads lie inside of tokens, the run of some heads ends with each token; that of all goes on.
     if reading is ReadExtent.ALL_HEADS:
         heads = remote.heads
     producer_map = TokenMap(tokens.group, unit_tokens, tokens.remote, tokens.remote)
+    # Not a new one for each part, though equal: shapes are compared by the identity of their map.
     producer_map = maps.setdefault(id(tokens), producer_map)
     return TensorSlice(remote, remote, heads, producer_map)
 
@@ -302,6 +305,7 @@ def _grouped(
 def _join(alike: list[_StridedRun]) -> list[_StridedRun]:
     """Join strided runs whose runs are adjacent on both sides."""
     joined: list[_StridedRun] = []
+    # The order of one side is enough: what may be joined is adjacent on both.
     for strided in sorted(alike, key=lambda strided: strided.local_base):
         if joined and _may_join(joined[-1], strided):
             last = joined[-1]

@@ -127,8 +127,10 @@ def read_options(
     """
     options: dict[int, ReadOption] = {}
     for bundle in producer_runs([parts[index] for index in indices], reading):
+        # A run is one chunk of the pool, which no wave divides.
         if bundle.run_bytes > max_run_bytes or bundle.unit_runs > MAX_RUNS:
             continue
+        # The rows are prepared once for the producer's whole cache, whatever a request reads of it.
         if _descriptors(bundle) > MAX_DESCRIPTORS:
             continue
         for positions in bundle.members:

@@ -79,6 +79,7 @@ def map_tokens(
     """The token map of two tensors; see the module's docstring for the unit."""
     local_side = TokenSide.from_tensor(local)
     remote_side = TokenSide.from_tensor(remote)
+    # A state has seen all tokens before it, so it is no state of a part of them.
     if policy == "state":
         return TokenMap(group, 0, local_side, remote_side)
     unit = math.gcd(local_side.block_tokens, remote_side.block_tokens)
@@ -106,6 +107,8 @@ def shared_part(share: Interleave, other: Interleave) -> float:
         return 1.0 / share.ranks
     period = math.lcm(share.ranks * share.run_tokens, other.ranks * other.run_tokens)
     step = math.gcd(share.run_tokens, other.run_tokens)
+    # Descriptions are input, and a pattern may be as long as two of their numbers multiplied. The figure is for
+    # people: no read depends on it.
     if period // step > 1 << 16:
         return 1.0 / (share.ranks * other.ranks)
     tokens = np.arange(0, period, step, dtype=np.int64)

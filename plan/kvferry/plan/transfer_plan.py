@@ -21,6 +21,7 @@ MAX_LINE = 800
 SAME_HOST = "same host"
 """Why bytes are copied from mapped memory."""
 
+# A plan of 64 ranks would otherwise fill pages, where an operator looks for one pair.
 _MAX_UNITS_NAMED = 4
 _MAX_RANKS_NAMED = 4
 _NAMED_PER_LINE = 16

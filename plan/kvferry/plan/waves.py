@@ -86,6 +86,7 @@ def source_table(source: StagedSource, device: int) -> SourceTable:
 
 def source_units(source: StagedSource, pairs: UnitPairs) -> SourceUnits:
     """The units of a request that a source reads, or the whole blocks that hold them."""
+    # In the order of the producer's blocks in either case: only neighbours that ascend are merged by NIXL.
     if source.whole_blocks:
         blocks, source_unit_of_pair = np.unique(pairs.remote_block, return_inverse=True)
         positions = np.zeros_like(blocks)

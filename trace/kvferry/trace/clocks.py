@@ -114,6 +114,7 @@ def compare(handovers: Iterable[Handover]) -> Clocks:
                 (by_ns, f"{clocks} contradict themselves by {_ms(by_ns)}: {why}")
             )
         elif least_ns > 0 or most_ns < 0:
+            # Only what the order of events forces is shifted: a difference within the bounds cannot be seen.
             nearest_ns = min(max(0, least_ns), most_ns)
             ahead_ns[pair] = int(nearest_ns)
             farthest_ns = max(abs(least_ns), abs(most_ns))

@@ -49,6 +49,7 @@ class Half:
 
     def add(self, event: RequestEvent) -> None:
         """Keep an event, unless there is one of its type."""
+        # The first counts: a prompt that is preempted opens its lease again.
         self.events.setdefault(type(event), event)
 
     def get(self, kind: type[EventT]) -> EventT | None:
@@ -223,6 +224,7 @@ class _Records:
             half.add(event)
             self._arrived[key] = half
         elif isinstance(event, PrefillScheduled | ParamsGiven | LeaseOver):
+            # By lease and no longer by request: a consumer knows nothing else of the producer's half.
             if event.lease not in self._prefills:
                 arrived = self._arrived.pop(key, None)
                 self._prefills[event.lease] = arrived or Half(process, event.request)
@@ -233,6 +235,7 @@ class _Records:
     def handovers(self) -> Iterable[Handover]:
         fetched: set[TracedLease] = set()
         for key, decode in self._decodes.items():
+            # Taken out: what is left in the end has no scheduler's half.
             loads = self._loads.pop(key, [])
             has_begun = any(kind in decode.events for kind in _BEGINS_DECODE)
             if not loads and not has_begun:
@@ -245,6 +248,7 @@ class _Records:
             prefill = self._prefills.get(lease)
             steps = tuple(self._steps.get(lease, ()))
             yield Handover(lease, prefill, decode, tuple(loads), steps)
+        # What nobody fetched is shown as well: it is what an operator looks for.
         for lease, prefill in self._prefills.items():
             if lease not in fetched:
                 yield Handover(lease, prefill, steps=tuple(self._steps.get(lease, ())))

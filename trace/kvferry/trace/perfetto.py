@@ -54,6 +54,7 @@ def perfetto_trace(timelines: Iterable[Timeline]) -> Iterator[bytes]:
     slices: list[_Slice] = []
     for number, timeline in enumerate(timelines, 1):
         slices += _slices(timeline, f"{number:#x}")
+    # Microseconds since the epoch would leave a JSON number no digits for nanoseconds.
     zero_ns = min((piece.begun_ns for piece in slices), default=0)
     engines = sorted({piece.engine for piece in slices})
     pids = {engine: pid for pid, engine in enumerate(engines, 1)}
@@ -80,6 +81,7 @@ def perfetto_trace(timelines: Iterable[Timeline]) -> Iterator[bytes]:
             )
     # By time alone, and stable: what begins and ends at one time keeps its nesting.
     lines.sort(key=itemgetter(0))
+    # Line by line: a recording of a day has millions, and the document as one text would be as many bytes again.
     yield b'{"displayTimeUnit":"ms","traceEvents":['
     separator = b"\n"
     for _, line in lines:

@@ -121,6 +121,7 @@ def _add_part(parts: list[Process], part: Process, report: DamageReport) -> None
 def _joined(parts: list[Process]) -> Process:
     if len(parts) == 1:
         return parts[0]
+    # By their events and not their names: files are renamed when they are full, and by whoever collects them.
     parts.sort(key=_first_event_ns)
     events: list[AnyEvent] = []
     for part in parts:
@@ -182,6 +183,7 @@ def _read_file(path: str, report: DamageReport) -> Iterator[Process]:
             else:
                 process = Process(path, event, [])
         elif isinstance(event, Dropped):
+            # Said, since a phase that is missing could otherwise be taken for one that did not happen.
             report.add(path, f"{event.count} events were lost before it", number)
         elif process is not None:
             process.events.append(event)

@@ -52,6 +52,7 @@ def durations(timelines: Iterable[Timeline]) -> tuple[Durations, ...]:
 def _recorded_spans(timeline: Timeline) -> Iterator[Span]:
     yield from timeline.before
     yield from timeline.to_load
+    # Of every worker: one that is slow, but not the last, is in no critical path.
     for worker in timeline.workers:
         yield from timeline.after_prefill(worker.spans)
         yield from worker.chunks

@@ -161,6 +161,7 @@ class Timeline:
             for span in worker.spans
             if span.phase in _READS
         ]
+        # While a prompt is computed, reads wait for its steps: the figure would be the prefill's speed, not the link's.
         if not self.bytes or not reads or self.early_bytes:
             return None
         begun_ns = min(span.begun_ns for span in reads)
@@ -171,6 +172,7 @@ class Timeline:
         return self.bytes / seconds / 1e9
 
 
+# Posting counts: the first reads are under way while the others are posted.
 _READS = (Phase.POSTING, Phase.READING)
 
 
