@@ -39,7 +39,7 @@ ALL_LAYERS = "*"
 Reader = Callable[[str, str], Any]
 
 
-class Window(NamedTuple):
+class SlidingWindow(NamedTuple):
     """A sliding window.
 
     Attributes:
@@ -135,15 +135,15 @@ template = matching(
 )
 
 
-def window(key: str, text: str) -> Window:
+def window(key: str, text: str) -> SlidingWindow:
     """`n`, or `n@layers`, or `0`."""
     if text == "0":
-        return Window(0)
+        return SlidingWindow(0)
     tokens, has_list, layers = text.partition("@")
     window_tokens = whole_option(key, tokens, 1, MAX_WINDOW)
     if not has_list:
-        return Window(window_tokens)
-    return Window(window_tokens, layer_list(key, layers))
+        return SlidingWindow(window_tokens)
+    return SlidingWindow(window_tokens, layer_list(key, layers))
 
 
 def conv_parts(key: str, text: str) -> tuple[ConvPart, ...]:
