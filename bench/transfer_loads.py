@@ -17,11 +17,12 @@ from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.orders import LoadOrder, StepOrders, encode_head, encode_orders
 from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import sign_params
-from kvferry.worker import transfer_thread
+from kvferry.worker import worker as worker_module
 from kvferry.worker.fabric.port import PeerAgent
 from kvferry.worker.loads.record import LoadRecord
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.peers.peer import Peer
+from tests.harness.inside import thread_of
 
 _LOAD_S = 60.0
 
@@ -77,13 +78,13 @@ class Loads:
         self._boot = new_boot_id()
         self._number = 0
         self.records: Sequence[LoadRecord] = ()
-        with mock.patch.object(transfer_thread, "ResultBox", _SignallingBox):
+        with mock.patch.object(worker_module, "ResultBox", _SignallingBox):
             self.worker = make_worker(
                 "consumer", scenario, scenario.consumer, 0, memory
             )
         self.worker.add_siblings((self.worker.description,))
-        self._box: Any = self.worker._thread.results
-        fabric = self.worker._fabric
+        self._box: Any = thread_of(self.worker).results
+        fabric = thread_of(self.worker).reader.fabric
         notify = fabric.notify
 
         def noted(peer: PeerAgent, message: bytes) -> None:
@@ -95,7 +96,7 @@ class Loads:
     @property
     def peer(self) -> Peer:
         """The producer, once connected."""
-        registry = self.worker._thread.registry
+        registry = thread_of(self.worker).registry
         return next(registry.peers())
 
     def order(self, lease: Lease, request_bytes: int, share: int = 0) -> LoadOrder:
@@ -141,7 +142,7 @@ class Loads:
         """
         step = StepOrders(boot=self._boot, loads=tuple(orders))
         head, frame = encode_head(step), encode_orders(step)
-        registry = self.worker._thread.registry
+        registry = thread_of(self.worker).registry
         routes = (
             len(self.peer.routes)
             if any(registry.peers())

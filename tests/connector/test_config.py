@@ -75,7 +75,6 @@ def test_our_own_keys_reach_the_configuration() -> None:
         "staging_pool_bytes": 2 << 20,
         "direct_min_bytes": 4096,
         "mapped_reads": "off",
-        "allow_cumem_allocator": True,
         "allowed_hosts": ("10.1.0.0/16", "*.prefill.example"),
         "prewarm_peers": ("10.1.2.3:5600", "[fd00::1]:65535", "p0.example:1"),
         "model_fingerprint": "llama",
@@ -148,13 +147,18 @@ def test_a_choice_may_be_quoted_as_in_the_upstream_guide(
     text: Any, meant: bool
 ) -> None:
     for name in ("NixlConnector", "FerryConnector"):
-        config = read_config(
-            {"bidirectional_kv_xfer": text, "allow_cumem_allocator": text}, name
-        )
-        assert (config.bidirectional_kv_xfer, config.allow_cumem_allocator) == (
-            meant,
-            meant,
-        )
+        config = read_config({"bidirectional_kv_xfer": text}, name)
+        assert config.bidirectional_kv_xfer == meant
+
+
+def test_a_configuration_of_an_earlier_release_starts_with_a_warning(
+    ferry_log: pytest.LogCaptureFixture,
+) -> None:
+    assert read_config({"allow_cumem_allocator": True}) == FerryConfig()
+    (record,) = ferry_log.records
+    assert record.getMessage().startswith(
+        "allow_cumem_allocator=True means nothing to kvferry: "
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,7 +218,6 @@ WRONG: dict[str, list[Any]] = {
     "staging_pool_bytes": [-1, 1, (1 << 20) - 1, (1 << 40) + 1, 2.0**21, "64M", True],
     "direct_min_bytes": [0, (1 << 40) + 1, 16384.0, "16K", False],
     "mapped_reads": ["on", "", "Auto", "true", True, 1, ["auto"], {}],
-    "allow_cumem_allocator": ["on", 2, 0.0, []],
     "allowed_hosts": [
         "10.1.2.3",
         [],

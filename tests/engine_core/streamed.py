@@ -80,7 +80,9 @@ def ticket(
     answer = ask(node, name, prompt, number=number)
     assert answer.progress is PromptProgress.TICKET
     params = decode_params(answer.params, len(prompt))
-    check_params_mac(params, node.engine.connector.scheduler_side.channel.local.mac_key)
+    check_params_mac(
+        params, node.engine.connector.scheduler_side.channel.local.memory.mac_key
+    )
     return params
 
 

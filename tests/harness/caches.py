@@ -19,6 +19,7 @@ from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device
 from kvferry.worker.peer_memory.shared_file import SharedFile
 from tests.fakes.cuda_memory import FakeDevice
+from tests.harness.sleeping_memory import SleepingMemory
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -253,7 +254,11 @@ class CacheShape:
 
 
 class ToyCaches(PatternCaches):
-    """Caches of a toy shape, each tensor with guard bytes on both sides."""
+    """Caches of a toy shape, each tensor with guard bytes on both sides.
+
+    Args:
+        pages: where the storages are allocated, if they can be taken away.
+    """
 
     def __init__(
         self,
@@ -262,13 +267,20 @@ class ToyCaches(PatternCaches):
         device: Device = HOST,
         *,
         shared: bool = False,
+        pages: SleepingMemory | None = None,
     ) -> None:
         self.shape = shape
         strides, tensor_bytes = shape.strides()
         step = tensor_bytes + 2 * GUARD_BYTES
         sizes = [step * shape.layers] if shape.one_storage else [step] * shape.layers
         files = [SharedFile(size) for size in sizes] if shared else []
-        storages = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        if pages is not None:
+            for file in files:
+                pages.share(file)
+        if pages is not None and not shared:
+            storages = [pages.empty(size) for size in sizes]
+        else:
+            storages = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if shared:
             storages = [
                 file.tensor[:size] for file, size in zip(files, sizes, strict=True)

@@ -25,6 +25,7 @@ from tests.harness.exported import slots_of
 from tests.harness.inside import memory_of
 from tests.harness.integrity import snapshot_of
 from tests.harness.prefills import Prefill
+from tests.harness.sleeping_memory import SleepingMemory
 from tests.waiting import step_until
 
 SHAPE = CacheShape()
@@ -77,9 +78,11 @@ class Engine(CacheEngine):
         device: Device = HOST,
         remembers: bool = False,
         shared: bool = False,
+        sleeps: bool = False,
     ) -> None:
         self.shape = shape
-        self.caches = ToyCaches(shape, POISON, device, shared=shared)
+        self.pages = SleepingMemory() if sleeps else None
+        self.caches = ToyCaches(shape, POISON, device, shared=shared, pages=self.pages)
         self.offers: dict[str, Offer] = {}
         self.draw = random.Random(seed)
         self.unused = list(
@@ -199,6 +202,24 @@ class Engine(CacheEngine):
 
     def on_sent(self, request_id: str) -> None:
         self.unused += self.offers[request_id].blocks
+
+    def sleep(self) -> None:
+        """Withdraw the caches, and let their pages go."""
+        assert self.pages is not None
+        self.withdraw()
+        self.pages.sleep()
+
+    def wake_up(self) -> None:
+        """The pages are back, with other bytes; register them again."""
+        assert self.pages is not None
+        self.pages.wake_up()
+        self.restore()
+
+    def restore(self) -> None:
+        """As every engine's."""
+        super().restore()
+        self.fabric = self.fabrics[-1]
+        self.mac_key = self.description.mac_key
 
     # The consuming half.
 

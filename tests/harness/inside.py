@@ -18,7 +18,8 @@ def memory_of(worker: FerryWorker) -> WorkerMemory:
 
 
 def thread_of(worker: FerryWorker) -> TransferThread:
-    return worker._thread
+    assert worker._now is not None, "its memory is withdrawn"
+    return worker._now.thread
 
 
 def first_contact_of(worker: FerryWorker) -> FirstContact:

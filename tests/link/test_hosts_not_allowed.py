@@ -77,7 +77,7 @@ def test_a_producer_to_prewarm_is_not_asked_and_the_log_says_which_key_is_missin
         renewer.links,
         [(FOREIGN, foreign.getsockname()[1])],
         "decode-0",
-        "e" * 32,
+        lambda: "e" * 32,
         found.append,
         5.0,
     ).start()

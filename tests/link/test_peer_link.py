@@ -315,7 +315,12 @@ def test_renewals_queries_and_prewarming_share_one_connection(
     )
     with listening(description=make_description()) as (listener, port):
         PeerPrewarmer(
-            renewer.links, [(HOST, port)], "decode-0", "e" * 32, found.put, NEVER_S
+            renewer.links,
+            [(HOST, port)],
+            "decode-0",
+            lambda: "e" * 32,
+            found.put,
+            NEVER_S,
         ).start()
         assert found.get(timeout=NEVER_S).boot == BOOT
         queries.submit([StartQuery((HOST, port), query(1))])
@@ -424,7 +429,7 @@ def test_a_peer_that_becomes_static_when_it_has_a_slot_is_connected_again_when_t
                 listener.inbox.get(timeout=10)
             static = [(host, port) for host in hosts[:2]]
             PeerPrewarmer(
-                renewer.links, static, "decode-0", "e" * 32, found.put, NEVER_S
+                renewer.links, static, "decode-0", lambda: "e" * 32, found.put, NEVER_S
             ).start()
             assert {found.get(timeout=NEVER_S).host for _ in static} == set(hosts[:2])
             for host in hosts[2:]:

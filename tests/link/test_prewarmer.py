@@ -59,7 +59,7 @@ def look_for(found: Found) -> Iterator[Callable[..., None]]:
     ) -> None:
         made.append(PeerLinks(SideChannelClient(secrets), Counters()))
         PeerPrewarmer(
-            made[-1], addresses, ME, MY_BOOT, found.producers.put, timeout_s
+            made[-1], addresses, ME, lambda: MY_BOOT, found.producers.put, timeout_s
         ).start()
 
     yield build

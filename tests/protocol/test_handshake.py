@@ -301,6 +301,7 @@ def test_the_fields_of_a_description_are_these() -> None:
         "topology",
         "groups",
         "workers",
+        "generation",
     ]
     assert plain["type"] == "engine"
     assert list(plain["workers"][0]) == [

@@ -179,11 +179,6 @@ class FerryConfig:
         whole(0, MAX_PEER_LABELS),
         "producers that metrics name in their label `peer`; all others are `other`",
     )
-    allow_cumem_allocator: bool = _option(
-        False,
-        yes_or_no,
-        "whether `--enable-cumem-allocator` is accepted; such an engine must never be put to sleep",
-    )
     allowed_hosts: tuple[str, ...] | None = _option(
         None,
         hosts,
@@ -227,6 +222,11 @@ WITHOUT_MEANING = {
 }
 """Keys of vLLM's NixlConnector that have no effect here, and why not."""
 
+FORMER_KEYS = {
+    "allow_cumem_allocator": "--enable-cumem-allocator needs no permission any more",
+}
+"""Keys of earlier releases. A configuration that still has one starts."""
+
 
 def known_keys() -> tuple[str, ...]:
     """All keys that are accepted under any name."""
@@ -248,14 +248,15 @@ def read_config(
     # What the stock connector ignores is ignored with a warning under its name. Under any other name it is a mistake.
     is_stock = kv_connector == STOCK_NAME
     options = {option.name: option.metadata for option in fields(FerryConfig)}
+    ignored = {**WITHOUT_MEANING, **FORMER_KEYS}
     values: dict[str, Any] = {}
     for key, value in extra.items():
         if key in options:
             if value is not None:
                 values[key] = options[key]["check"](key, value)
-        elif key in WITHOUT_MEANING:
+        elif key in ignored:
             logger.warning(
-                "%s=%r means nothing to kvferry: %s", key, value, WITHOUT_MEANING[key]
+                "%s=%r means nothing to kvferry: %s", key, value, ignored[key]
             )
         else:
             accepted_keys = one_of(str(key), known_keys())

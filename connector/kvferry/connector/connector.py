@@ -27,6 +27,7 @@ from kvferry.connector.metrics.prometheus import FerryPromMetrics
 from kvferry.connector.metrics.stats import FerryStats
 from kvferry.connector.plugin import register
 from kvferry.connector.scheduler_side.side import SchedulerSide
+from kvferry.connector.vllm.sleep import can_sleep, follow_sleep, guard_sleep
 from kvferry.connector.worker_side.side import WorkerSide
 from kvferry.protocol.errors import LocalProtocolError
 
@@ -46,7 +47,8 @@ logger = logging.getLogger(__name__)
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector.
 
-    Tested with vLLM 0.32 and 0.33. A hook that only one of them calls has no effect in the other.
+    Tested with vLLM 0.32, compared with the source of 0.33. A hook that only one of them calls has no effect in the
+    other. The hooks of a sleep are 0.33's; under 0.32 the adapter calls them (`connector/vllm/sleep.py`).
     """
 
     # vLLM reads this attribute to attribute the tokens of a load (`get_external_cache_hit_sources`).
@@ -62,14 +64,18 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         join_vllm_log()
         transfer = vllm_config.kv_transfer_config
         config = read_config(transfer.kv_connector_extra_config, transfer.kv_connector)
-        check_supported(vllm_config, config)
+        check_supported(vllm_config)
         check_role(config, transfer.kv_role)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_side = SchedulerSide(vllm_config, kv_cache_config, config)
+            if can_sleep(vllm_config):
+                follow_sleep(transfer.engine_id, self._scheduler_side)
         else:
             self._worker_side = WorkerSide(vllm_config, kv_cache_config, config)
+            if can_sleep(vllm_config):
+                guard_sleep(self._worker_side)
 
     @property
     def scheduler_side(self) -> SchedulerSide:
@@ -97,8 +103,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """False: waking up remaps the pages under registered addresses."""
-        return False
+        """True: the caches are withdrawn before their pages go, and registered again when they are back."""
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
@@ -187,6 +193,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker_side.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Withdraw the caches: vLLM takes their pages away when this returns, and keeps them if it raises."""
+        self.worker_side.withdraw()
+
+    def restore_kv_caches(self) -> None:
+        """The pages are back at their addresses, with any content: register them again."""
+        self.worker_side.restore()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         is_child = has_kv_transfer_group() and get_kv_transfer_group() is not self

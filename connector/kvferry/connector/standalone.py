@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvferry.link.client import SideChannelClient
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.renewer import LeaseRenewer
@@ -55,7 +57,7 @@ from kvferry.protocol.visible import escape_logs
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.step import next_orders, receive_messages
 from kvferry.worker.caches import KvCaches
@@ -316,6 +318,56 @@ class StandaloneEngine:
         for index, results in enumerate(by_worker):
             self._apply(index, results)
         return by_worker
+
+    def withdraw(self) -> None:
+        """Withdraw the caches from peers: when it returns, their pages may go. Idempotent.
+
+        Leases end, and loads that are under way fail; the steps that follow report them. Requests whose prompts are
+        computed when it is called cannot be offered.
+
+        Raises:
+            WithdrawalRefused: reads may still write into the caches, after a time that `failed_read_grace_s` bounds.
+                The engine goes on; leases and loads are over.
+        """
+        self.leases.release_all("reset")
+        for lease in self.leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING):
+            self.leases.abandon(lease.request_id, "reset")
+        self.loads.decline_offered("reset")
+        self.listener.withdraw()
+        try:
+            for worker in self.workers:
+                worker.drain()
+        except BaseException:
+            for worker in self.workers:
+                worker.keep()
+            self.listener.publish(self.description)
+            raise
+        for worker in self.workers:
+            worker.deregister()
+
+    def restore(self) -> None:
+        """Register the caches again, whose pages are back at their addresses, with any content. Idempotent.
+
+        Peers see another boot in the next params, and shake hands again.
+
+        Raises:
+            FabricError: NIXL refuses the memory; the caches stay withdrawn, and it can be called again.
+        """
+        for worker in self.workers:
+            worker.restore()
+        workers = tuple(worker.description for worker in self.workers)
+        if workers == self.description.workers:
+            return
+        for worker in self.workers:
+            worker.add_siblings(workers)
+        self.description = msgspec.structs.replace(
+            self.description,
+            boot=new_boot_id(),
+            mac_key=new_mac_key(),
+            generation=self.description.generation + 1,
+            workers=workers,
+        )
+        self.listener.publish(self.description)
 
     def close(self) -> None:
         """Stop all threads and give the caches back. Idempotent."""

@@ -46,7 +46,7 @@ class PeerPrewarmer:
         links: PeerLinks,
         addresses: Iterable[tuple[str, int]],
         client_id: str,
-        own_boot: str,
+        own_boot: Callable[[], str],
         tell: Callable[[Prewarm], None],
         timeout_s: float,
     ) -> None:
@@ -78,7 +78,7 @@ class PeerPrewarmer:
                 peer = await link.connected()
                 producer = await within(self._timeout_s, self._find(peer, link.address))
                 # By the boot: an engine's id may be another engine's, too.
-                if producer.boot == self._own_boot:
+                if producer.boot == self._own_boot():
                     link.is_static = False
                     link.update()
                     return

@@ -207,6 +207,7 @@ class SideChannelListener:
         self._knows = knows
         self._counters = counters
         self._published: tuple[EngineDescription, PartsSent] | None = None
+        self._why_not_published = "starting"
         try:
             self.address = listening_address(host)
             self._socket = GuardedSocket(
@@ -246,6 +247,11 @@ class SideChannelListener:
     def publish(self, description: EngineDescription) -> None:
         """Answer with this description from now on. Before that, `Hello` is refused with "starting"."""
         self._published = (description, PartsSent(encode(description)))
+
+    def withdraw(self) -> None:
+        """Refuse `Hello` with "asleep", until `publish`."""
+        self._why_not_published = "asleep"
+        self._published = None
 
     def snapshot(self) -> AcceptedConnectionsSnapshot:
         """Its connections now."""
@@ -363,7 +369,9 @@ class SideChannelListener:
     def _answer_hello(self, hello: Hello) -> bytes:
         published = self._published
         if published is None:
-            return _refused("engine", "starting", "an engine whose workers are ready")
+            return _refused(
+                "engine", self._why_not_published, "an engine whose workers are ready"
+            )
         description, parts = published
         if hello.version != CHANNEL_VERSION:
             return _refused("version", str(hello.version), str(CHANNEL_VERSION))

@@ -9,10 +9,11 @@ Handshake: every worker of a consumer, before its first read from a boot of a pr
     consumer's worker                                                 producer's scheduler
     Hello{version, engine_id, client_id, queries_prompts, at} ──────►
         ◄────── EngineDescription{version, engine_id, boot, mac_key, facts, topology, groups,
+                                  generation,
                                   workers: [WorkerDescription{place, agent, agent_metadata, lease_table,
                                                               tensors, stream_rows, …}]}
      or ◄────── DescriptionPart{total_bytes, digest, at, data}        the description is a long one
-     or ◄────── Refused{version, field, value, expected}              another version, another engine, or not ready yet
+     or ◄────── Refused{version, field, value, expected}              other version or engine; starting or asleep
 
 Renewal: a consumer's scheduler, from the moment that a request has come with a ticket, every sixth of `lease_s`. A
 lease without one expires.
@@ -46,6 +47,7 @@ from kvferry.protocol.hosts import host_port
 from kvferry.protocol.ids import (
     MAX_WORKERS,
     Address,
+    Count,
     Hex128,
     HexEpoch,
     Positive,
@@ -249,12 +251,13 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="engine")
     Attributes:
         version: of the side channel.
         engine_id: the answering engine, which may differ from the one in `Hello`.
-        boot: its current boot.
+        boot: of its present registered memory: another one whenever the engine starts, and after each sleep.
         mac_key: key to check the mac of this boot's tickets.
         facts: model facts that must be equal on both sides.
         topology: its parallel sizes.
         groups: its cache groups, in the order of `remote_block_ids`.
         workers: all of them.
+        generation: how often its memory was registered again since it started, for people.
     """
 
     version: Positive = CHANNEL_VERSION
@@ -267,6 +270,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="engine")
     workers: Annotated[
         tuple[WorkerDescription, ...], Meta(min_length=1, max_length=MAX_WORKERS)
     ]
+    generation: Count = 0
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

@@ -217,7 +217,7 @@ class FailureReason(str, enum.Enum):
     """Why a load failed: the label of the metric and the word in the log.
 
     `STAGING`: failed reads may still write into the staging pool, and leave this load no part of it. `ABORTED`: its
-    request was aborted; that is no fault, and has a metric of its own.
+    request was aborted; that is no fault, and has a metric of its own. `WITHDRAWN`: this engine sleeps, or is about to.
     """
 
     HANDSHAKE = "handshake"
@@ -232,6 +232,7 @@ class FailureReason(str, enum.Enum):
     ORDERS = "orders"
     STAGING = "staging"
     ABORTED = "aborted"
+    WITHDRAWN = "withdrawn"
 
 
 _decoder: msgspec.msgpack.Decoder[StepOrders] = msgspec.msgpack.Decoder(StepOrders)

@@ -117,4 +117,18 @@ class TakeSnapshot:
     answer: Future[ThreadSnapshot]
 
 
-Message: TypeAlias = Signal | StepOrdered | StepLaunched | TakeSnapshot
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Fail all loads, read nothing more, and end the thread as soon as nothing can write into the worker's memory.
+
+    Attributes:
+        deadline_s: on the monotonic clock; from then on the thread goes on instead.
+        answer: None once the thread is about to end; `WithdrawalRefused` if it goes on. If it was cancelled before, the
+            thread goes on.
+    """
+
+    deadline_s: float
+    answer: Future[None]
+
+
+Message: TypeAlias = Signal | StepOrdered | StepLaunched | TakeSnapshot | Withdraw

@@ -360,6 +360,20 @@ class LeaseTable:
                 self._clear(slot)
             return [lease.request_id for lease in doubtful.values()]
 
+    def end_all(self) -> list[str]:
+        """End every lease. May be called on any thread.
+
+        Returns:
+            The requests that were held and have not been reported: report them now.
+        """
+        with self._lock:
+            # All words before anything else: what is read from now on does not count.
+            self.words[:] = EMPTY
+            ended = list(self._leases.values())
+            for slot in list(self._leases):
+                self._clear(slot)
+            return [lease.request_id for lease in ended if lease.request_id is not None]
+
     def _is_ready(self, slot: int, lease: _ServedLease) -> bool:
         return int(self.words[slot]) == slot_word(lease.epoch, SlotState.READY)
 

@@ -41,6 +41,7 @@ from kvferry.worker.inbox import (
     StepOrdered,
     TakeSnapshot,
     ThreadSnapshot,
+    Withdraw,
 )
 from kvferry.worker.leases import Notifications
 from kvferry.worker.loads.context import LoadContext
@@ -57,6 +58,7 @@ from kvferry.worker.peers.first_reads import FirstReads
 from kvferry.worker.peers.handshakes import BeginHandshake
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.registry import PeerRegistry
+from kvferry.worker.registration import WithdrawalRefused
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker_memory import WorkerMemory
 
@@ -66,6 +68,11 @@ _LAST_READS_S = 0.5
 """Own reads get this long to end before the memory goes back to the engine."""
 
 _JOIN_S = 10.0
+
+_STUCK_S = 1.0
+"""How much later than the thread itself its caller gives a withdrawal up: it is stuck in a call."""
+
+_SHOWN_LOADS = 8
 
 P = ParamSpec("P")
 
@@ -77,6 +84,7 @@ class TransferThread:
         fabric: belongs to the thread once it has started.
         groups, index: this engine's cache groups, and this worker's index in its engine.
         begin_handshake: begins a handshake with a peer.
+        results: where it reports; what was not taken before is kept.
     """
 
     def __init__(
@@ -87,9 +95,10 @@ class TransferThread:
         index: int,
         begin_handshake: BeginHandshake,
         settings: WorkerSettings,
+        results: ResultBox,
     ) -> None:
         self._load_notifier = LoadNotifier(index)
-        self.results = ResultBox()
+        self.results = results
         self.results.notify = self._load_notifier.notify
         self.reader = FabricReader(fabric, settings.failed_read_grace_s)
         first_reads = FirstReads(
@@ -122,6 +131,7 @@ class TransferThread:
             context, self.results, settings.load_timeout_s, settings.max_loads
         )
         self._table = memory.table
+        self._mirror = memory.mirror
         self._pool = memory.staging.pool if memory.staging is not None else None
         self._slot_reads = memory.slot_reads
         self._id_pages = memory.id_pages
@@ -132,12 +142,9 @@ class TransferThread:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._pace = PollPace()
         self._is_stopping = False
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(memory.caches.device,),
-            name="kvferry-transfer",
-            daemon=True,
-        )
+        self._withdrawal: Withdraw | None = None
+        self._device = memory.caches.device
+        self._thread = self._new_thread()
 
     @property
     def is_running(self) -> bool:
@@ -223,6 +230,37 @@ class TransferThread:
             handles=self.reader.fabric.open_handles(),
         )
 
+    def drain(self, timeout_s: float) -> None:
+        """Fail all loads, and wait until this worker reads nothing any more and the thread has ended.
+
+        Args:
+            timeout_s: how long reads may take that were posted before.
+
+        Raises:
+            WithdrawalRefused: reads may still write then, or the thread is stuck in a call. It goes on, as before.
+        """
+        if not self.is_running:
+            return
+        answer: Future[None] = Future()
+        self._inbox.put(Withdraw(time.monotonic() + timeout_s, answer))
+        try:
+            answer.result(timeout_s + _STUCK_S)
+        except TimeoutError:
+            # Not if it has answered just now.
+            if answer.cancel():
+                raise WithdrawalRefused(
+                    "the transfer thread is stuck in a call of the fabric"
+                ) from None
+            answer.result()
+        self._thread.join()
+
+    def resume(self) -> None:
+        """Go on after `drain`, as if nothing had been in flight."""
+        self._is_stopping = False
+        self.registry.resume()
+        self._thread = self._new_thread()
+        self._thread.start()
+
     def close(self) -> bool:
         """Stop the thread and wait for it; all leases end. Idempotent.
 
@@ -240,13 +278,63 @@ class TransferThread:
         self._load_notifier.close()
         return True
 
+    def _new_thread(self) -> threading.Thread:
+        return threading.Thread(
+            target=self._run, args=(self._device,), name="kvferry-transfer", daemon=True
+        )
+
     def _run(self, device: Device) -> None:
         self._log_errors(device.use)
         while not self._is_stopping:
             self._log_errors(self._take_messages)
             self._step()
+            if self._withdrawal is not None:
+                self._log_errors(self._end_if_quiet, self._withdrawal)
             self.results.turned_s = time.monotonic()
         self._wind_up()
+
+    def _begin_withdrawal(self, withdrawal: Withdraw) -> None:
+        self._withdrawal = withdrawal
+        self._table.end_all()
+        self.runner.fail_all(FailureReason.WITHDRAWN, "this engine is put to sleep")
+        self.registry.pause()
+
+    def _end_if_quiet(self, withdrawal: Withdraw) -> None:
+        """Answer a withdrawal: the thread ends when nothing can write any more, and goes on when it takes too long."""
+        writing = self._may_write()
+        is_late = time.monotonic() >= withdrawal.deadline_s
+        if writing and not is_late and not withdrawal.answer.cancelled():
+            return
+        self._withdrawal = None
+        # Its caller has given up: to it the thread was stuck.
+        if not withdrawal.answer.set_running_or_notify_cancel():
+            self.registry.resume()
+            return
+        if writing:
+            self.registry.resume()
+            withdrawal.answer.set_exception(
+                WithdrawalRefused(f"reads may still write: {', '.join(writing)}")
+            )
+            return
+        self._is_stopping = True
+        withdrawal.answer.set_result(None)
+
+    def _may_write(self) -> list[str]:
+        """What of this worker may still write into its memory, or read its caches, in words."""
+        # Also what only writes into entries for slots, not into the caches: the agent is closed next, and its reads
+        # must be over by then.
+        loads = [str(load) for load in self.runner.begun()]
+        writing = loads[:_SHOWN_LOADS]
+        if len(loads) > _SHOWN_LOADS:
+            writing.append(f"{len(loads) - _SHOWN_LOADS} other loads")
+        writing += [f"a slot of peer={poll.peer.key}" for poll in self.runner.polls()]
+        writing += [
+            f"the first read of peer={first_read.peer.key}"
+            for first_read in self.registry.first_reads.all()
+        ]
+        if self._mirror is not None and self._mirror.is_copying:
+            writing.append("a copy of blocks to host memory")
+        return writing
 
     def _log_errors(
         self, part: Callable[P, bool | None], *args: P.args, **kwargs: P.kwargs
@@ -295,6 +383,8 @@ class TransferThread:
                     answer.set_result(self.snapshot_now())
                 except Exception as error:  # noqa: BLE001 - raised where the snapshot was asked for
                     answer.set_exception(error)
+            case Withdraw():
+                self._begin_withdrawal(message)
             case Signal.STOP:
                 self._is_stopping = True
             case Signal.WAKE:
@@ -307,6 +397,9 @@ class TransferThread:
 
     def _wait_s(self) -> float:
         """How long to wait for new messages before the next turn is due."""
+        # The engine waits for its answer.
+        if self._withdrawal is not None:
+            return self._pace.backoff_s
         poll_s = self._next_poll_s()
         if poll_s is not None:
             return poll_s

@@ -22,33 +22,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def check_supported(vllm_config: VllmConfig, config: FerryConfig) -> None:
+def check_supported(vllm_config: VllmConfig) -> None:
     """Refuse at start the options that would corrupt caches later.
 
     Raises:
         InvalidConfig: names the option and the change to make.
     """
-    model = vllm_config.model_config
-    if model.enable_sleep_mode:
-        raise InvalidConfig(
-            "enable_sleep_mode",
-            True,
-            "false: waking up remaps cache pages under registered memory",
-        )
-    # With this allocator vLLM 0.32 carries out `sleep` and `release_kv_cache_memory` even without sleep mode: it checks
-    # no flag, and a connector cannot refuse the call. So the allocator itself is refused.
-    if model.enable_cumem_allocator and not config.allow_cumem_allocator:
-        raise InvalidConfig(
-            "enable_cumem_allocator",
-            True,
-            "false: sleep and release_kv_cache_memory would remap cache pages under registered memory; "
-            "or true with allow_cumem_allocator, on an engine where neither is ever called",
-        )
     parallel = vllm_config.parallel_config
     uses_ray = parallel.distributed_executor_backend == "ray"
-    # vLLM 0.33 has the second one alone, and no such variable.
-    has_second_executor = getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
-    uses_first_ray_executor = uses_ray and not has_second_executor
+    uses_first_ray_executor = uses_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
     if uses_first_ray_executor and parallel.pipeline_parallel_size > 1:
         # This executor passes on only the last stage's reports, so no lease would ever end.
         raise InvalidConfig(

@@ -77,6 +77,27 @@ def _replace(path: Path, content: bytes) -> None:
         raise
 
 
+@dataclass(slots=True)
+class MemoryIdentity:
+    """What this engine's registered memory is called in descriptions and tickets. Changed on the step thread.
+
+    Attributes:
+        boot: no other generation's, of this engine or any: peers drop what they know of another one.
+        mac_key: of its tickets, so that none from before a sleep is ever valid after it.
+        generation: how often the memory was registered again.
+    """
+
+    boot: BootId
+    mac_key: bytes = field(default_factory=new_mac_key, repr=False)
+    generation: int = 0
+
+    def renew(self) -> None:
+        """The memory was registered again."""
+        self.boot = new_boot_id()
+        self.mac_key = new_mac_key()
+        self.generation += 1
+
+
 @dataclass(frozen=True, slots=True)
 class LocalEngine:
     """The local engine, from one start to its end.
@@ -91,6 +112,8 @@ class LocalEngine:
         media_scope: see `_media_scope`.
         adapters: the contents of its LoRA adapters.
         weights: the version of its weights, if they were updated.
+        boot: of this start. By it producers and its own workers know this engine, and routers name it.
+        memory: what its tickets and its description are of; its first boot is `boot`.
     """
 
     engine_id: str
@@ -110,7 +133,10 @@ class LocalEngine:
         default_factory=RunningWeights, repr=False, compare=False
     )
     boot: BootId = field(default_factory=new_boot_id)
-    mac_key: bytes = field(default_factory=new_mac_key, repr=False)
+    memory: MemoryIdentity = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", MemoryIdentity(self.boot))
 
     @classmethod
     def from_vllm_config(
@@ -155,7 +181,7 @@ class LocalEngine:
 
     def is_named_by(self, source: RemotePrefill | NamedPrefill) -> bool:
         """Whether params name this engine, in this life or an earlier one."""
-        if source.boot == self.boot:
+        if source.boot in (self.boot, self.memory.boot):
             return True
         # Only the boot tells engines apart: ids are configured, and several engines may have the same one. In an
         # earlier life this engine had another boot, but the same id and address.

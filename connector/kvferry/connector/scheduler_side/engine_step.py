@@ -55,7 +55,7 @@ class EngineStep:
         queries: PromptQueries,
         admission: Admission,
         tickets: TicketBuilder,
-        prefix_leases: PrefixLeases,
+        prefixes: PrefixLeases,
         eviction: LeaseEviction,
         stalls: StallWatch,
         steps: Steps,
@@ -72,7 +72,7 @@ class EngineStep:
         self._queries = queries
         self._admission = admission
         self._tickets = tickets
-        self._prefix_leases = prefix_leases
+        self._prefixes = prefixes
         self._eviction = eviction
         self._stalls = stalls
         self._steps = steps
@@ -99,7 +99,7 @@ class EngineStep:
         self._eviction.evict()
         # After eviction, which may need what prefixes would take.
         computes = bool(num_tokens)
-        self._prefix_leases.step(computes=computes)
+        self._prefixes.step(computes=computes)
         orders = next_orders(
             self._leases,
             self._loads,
@@ -132,7 +132,7 @@ class EngineStep:
             self._apply_report(report)
         if output.invalid_block_ids:
             not_filled = self._tickets.taken_back(output.invalid_block_ids)
-            self._prefix_leases.taken_back(not_filled)
+            self._prefixes.taken_back(not_filled)
         failed = output.failed_recving or set()
         for request_id in failed:
             # Also the load of another child of a MultiConnector. That of a request that has ended is no one's.

@@ -190,7 +190,7 @@ class RequestIntake:
 
         The lease protects the prefix hit, so it ends when the request has blocks of its own or is over.
         """
-        if source.kvferry.boot == self._local.boot:
+        if source.kvferry.boot == self._local.memory.boot:
             entry.own_lease = RemoteLease.from_params(source).name
 
     def _release_own(self, entry: EngineRequest) -> None:

@@ -119,7 +119,11 @@ class ParamsBuilder:
 
     def worker_blocks(self, params: RemotePrefill) -> Blocks:
         """The blocks in the order to the workers to hold a lease: those of its params, where workers copy them."""
-        return params.remote_block_ids if self._copies_blocks else ()
+        return self.copied_blocks(params.remote_block_ids)
+
+    def copied_blocks(self, blocks: Blocks) -> Blocks:
+        """These blocks, per transferred group, where workers must copy them before they are read; else none."""
+        return blocks if self._copies_blocks else ()
 
     def load_blocks(
         self, block_ids: tuple[list[int], ...], shared_tokens: int
@@ -175,15 +179,13 @@ class ParamsBuilder:
         Args:
             digests: of its tokens.
         """
-        blocks = self._transferable(cached.blocks, cached.num_tokens)
+        blocks = self.prefix_blocks(cached)
         ticket = self._ticket_of(blocks, cached.num_tokens, lease, digests)
         params = self._signed(lease.request_id, blocks, cached.num_tokens, ticket)
-        return sign_early(params, self._local.mac_key, OPENS_WITHIN_S)
+        return sign_early(params, self._local.memory.mac_key, OPENS_WITHIN_S)
 
-    def worker_prefix_blocks(self, cached: CachedPrefix) -> Blocks:
-        """As `worker_blocks`, of a prefix in this engine's cache."""
-        if not self._copies_blocks:
-            return ()
+    def prefix_blocks(self, cached: CachedPrefix) -> Blocks:
+        """The blocks of a prefix in this engine's cache, per transferred group."""
         return self._transferable(cached.blocks, cached.num_tokens)
 
     def _ticket_of(
@@ -196,7 +198,7 @@ class ParamsBuilder:
         groups = zip(self._local.block_spans, blocks, strict=True)
         return Ticket(
             version=PARAMS_VERSION,
-            boot=self._local.boot,
+            boot=self._local.memory.boot,
             lease_slot=lease.slot,
             lease_epoch=lease.name.epoch,
             lease_s=self._lease_s,
@@ -221,7 +223,7 @@ class ParamsBuilder:
         """
         ticket = Ticket(
             version=PARAMS_VERSION,
-            boot=self._local.boot,
+            boot=self._local.memory.boot,
             lease_slot=lease.slot,
             lease_epoch=lease.origin.epoch,
             lease_s=self._lease_s,
@@ -320,7 +322,7 @@ class ParamsBuilder:
             remote_num_tokens=num_tokens,
             kvferry=ticket,
         )
-        return sign_params(unsigned, self._local.mac_key)
+        return sign_params(unsigned, self._local.memory.mac_key)
 
     def _transferable(
         self, block_ids: Sequence[Sequence[int]], num_tokens: int

@@ -66,7 +66,7 @@ class SchedulerSide:
         queries: for prompts whose producers must be asked.
         tickets: for prompts and turns of this engine.
         prefix_cache: what other engines may find in it, once vLLM has bound its KV cache manager.
-        prefix_leases: of what they have found.
+        prefixes: the leases of what they have found.
         eviction: ends held leases when blocks are needed, and whether blocks are coming (`is_coming`).
         steps: when the engine steps, waits and wakes.
         monitor: the metrics.
@@ -164,7 +164,7 @@ class SchedulerSide:
         prefixes = PrefixDirectory(self.prefix_cache, builder.build_prefix, counters)
         prefixes.wake_engine = loop.wake
         drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
-        self.prefix_leases = PrefixLeases(
+        self.prefixes = PrefixLeases(
             local,
             self.leases,
             self.blocks,
@@ -184,7 +184,7 @@ class SchedulerSide:
             self.leases,
             self.loads,
             self.queries,
-            self.prefix_leases,
+            self.prefixes,
             workers,
             drain=drain,
             loop=loop,
@@ -236,7 +236,7 @@ class SchedulerSide:
             admission=admission,
             demand=self.demand,
             tickets=self.tickets,
-            prefix_leases=self.prefix_leases,
+            prefixes=self.prefixes,
             steps=self.steps,
             channel=self.channel,
             tracing=self.tracing,
@@ -251,7 +251,7 @@ class SchedulerSide:
             queries=self.queries,
             admission=admission,
             tickets=self.tickets,
-            prefix_leases=self.prefix_leases,
+            prefixes=self.prefixes,
             eviction=self.eviction,
             stalls=StallWatch(
                 self.requests,
@@ -287,6 +287,10 @@ class SchedulerSide:
         self.life.children_hold = any(
             getattr(handshake, "is_child", False) for handshake in handshakes
         )
+
+    def withdrawn(self) -> None:
+        """The workers withdraw their caches, and describe themselves again when the engine has woken."""
+        self.channel.withdraw()
 
     def close(self) -> None:
         """Release the leases of other engines, and stop the threads. Idempotent."""

@@ -26,7 +26,12 @@ from kvferry.link.query_client import QueryClient
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.secrets import VARIABLE, Secrets
 from kvferry.link.server import SideChannelListener
-from kvferry.protocol.handshake import EngineDescription, LeaseName, ModelFacts
+from kvferry.protocol.handshake import (
+    EngineDescription,
+    LeaseName,
+    ModelFacts,
+    WorkerDescription,
+)
 from kvferry.protocol.hosts import HOST_VARIABLE, address_of, host_port
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.prompt_queries import announced_id
@@ -85,6 +90,8 @@ class SideChannel:
         self.renewer: LeaseRenewer | None = None
         self.query_client: QueryClient | None = None
         self._facts = facts
+        self._workers: tuple[WorkerDescription, ...] = ()
+        self._is_withdrawn = False
         self._description_file = config.description_file
         self._streams = config.streaming == "auto"
         self._leases = leases
@@ -120,22 +127,36 @@ class SideChannel:
             InvalidConfig: `description_file` cannot be written, or a description is not kvferry's.
         """
         described = workers_of(handshakes)
-        if not described:
+        # vLLM 0.33 passes descriptions on after every wake-up, also where the memory has not been withdrawn.
+        if not described or (described == self._workers and not self._is_withdrawn):
             return
+        memory = self.local.memory
+        if self._workers:
+            memory.renew()
+            logger.info("the caches are registered again: %s", memory)
+        self._workers = described
+        self._is_withdrawn = False
         engine = EngineDescription(
             engine_id=self.local.engine_id,
-            boot=self.local.boot,
-            mac_key=self.local.mac_key,
+            boot=memory.boot,
+            mac_key=memory.mac_key,
             facts=self._facts,
             topology=self.local.topology,
             groups=self.local.groups,
             workers=described,
+            generation=memory.generation,
         )
         if self.listener is not None:
             self.listener.publish(engine)
         if self._description_file is not None:
             path = write_description(self._description_file, engine)
             logger.info("wrote the engine's description: %s", path)
+
+    def withdraw(self) -> None:
+        """The workers withdraw their memory: refuse handshakes until `publish`."""
+        self._is_withdrawn = True
+        if self.listener is not None:
+            self.listener.withdraw()
 
     def poll(self) -> bool:
         """Called by the engine's loop. Returns whether a producer waits for a step."""
@@ -149,7 +170,10 @@ class SideChannel:
         """Apply the renewals and releases that have arrived, and prewarm the producers that have answered."""
         if self.listener is not None:
             receive_messages(
-                self.listener.inbox, self._leases, self.local.boot, self._counters
+                self.listener.inbox,
+                self._leases,
+                self.local.memory.boot,
+                self._counters,
             )
         self.poll()
         while self._prewarmed:
@@ -198,7 +222,7 @@ class SideChannel:
                 links,
                 map(address_of, config.prewarm_peers),
                 self.local.engine_id,
-                self.local.boot,
+                lambda: self.local.memory.boot,
                 self._on_producer,
                 config.handshake_timeout_s,
             )
@@ -215,7 +239,7 @@ class SideChannel:
 
         def knows(boot: str, name: LeaseName) -> bool:
             # On the listener's thread, so that a flood of messages about other leases costs the steps nothing.
-            return boot == local.boot and name in slots
+            return boot == local.memory.boot and name in slots
 
         listener = SideChannelListener(
             local.host,

@@ -350,7 +350,7 @@ class TicketBuilder:
         lease: ProducerLease,
     ) -> None:
         """For a prompt that this step, or a later one, completes."""
-        ticket = sign_early(params, self._local.mac_key, OPENS_WITHIN_S)
+        ticket = sign_early(params, self._local.memory.mac_key, OPENS_WITHIN_S)
         self.directory.ticket(
             entry.request_id, ticket, lease, cached_tokens=prefill.cached_tokens
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry import trace
 
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.engine.local_engine import LocalEngine
+from kvferry.connector.engine.local_engine import LocalEngine, MemoryIdentity
 from kvferry.connector.tracing.spans import SpanItem, SpanSink, WorkerLoads
 from kvferry.connector.tracing.worker_events import (
     has_opentelemetry_on,
@@ -17,6 +17,7 @@ from kvferry.connector.tracing.worker_events import (
 )
 from kvferry.link.lease_commands import RemoteLease
 from kvferry.protocol.errors import InputError
+from kvferry.protocol.ids import BootId
 from kvferry.protocol.orders import LeaseProgress, LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill
 from kvferry.protocol.params_reader import read_params, read_turn
@@ -56,18 +57,18 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
     """Records the events of one engine's scheduler. All methods are called by the step thread; none raises or waits.
 
     Args:
-        boot: boot id of this engine.
+        memory: of this engine; its leases are named with its boot.
         file: the recorder for `trace_dir`; None without that option.
         spans: the recorder for OpenTelemetry; None if it is off.
     """
 
     def __init__(
         self,
-        boot: str = "",
+        memory: MemoryIdentity | None = None,
         file: Recorder[Event] | None = None,
         spans: Recorder[SpanItem] | None = None,
     ) -> None:
-        self._boot = boot
+        self._memory = memory or MemoryIdentity(BootId(""))
         self._file = file
         self._spans = spans
         # Requests to be decoded here, until they end; those of them that no step has computed yet.
@@ -128,7 +129,7 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
         """A step that is about to begin computes parts of prompts that are read meanwhile."""
         if self.is_on:
             for part in progress:
-                lease = TracedLease(boot=self._boot, epoch=part.origin)
+                lease = TracedLease(boot=self._memory.boot, epoch=part.origin)
                 self._put(
                     PrefillStep(at_ns=time.time_ns(), lease=lease, tokens=part.tokens)
                 )
@@ -209,7 +210,7 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
                 recorder.record(event)
 
     def _own_name(self, lease: ProducerLease) -> TracedLease:
-        return TracedLease(boot=self._boot, epoch=lease.origin.epoch)
+        return TracedLease(boot=self._memory.boot, epoch=lease.origin.epoch)
 
 
 def scheduler_tracing(
@@ -224,7 +225,7 @@ def scheduler_tracing(
     spans: Recorder[SpanItem] | None = None
     if has_opentelemetry_on(vllm_config):
         spans = Recorder(SpanSink(trace.get_tracer("kvferry")), "kvferry-spans")
-    return SchedulerTracing(local.boot, file, spans)
+    return SchedulerTracing(local.memory, file, spans)
 
 
 def _remote_name(lease: RemoteLease) -> TracedLease:

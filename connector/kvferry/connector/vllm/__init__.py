@@ -15,6 +15,8 @@ Nothing else in this package imports `vllm.v1` at run time or reads a private at
 | `blocks.py` | the number of blocks that a request lacks | leases are not evicted |
 | `loop.py` | the engine's loop (`EngineLoop`) | an idle engine is not woken, and no pause is seen |
 | `weights.py` | the weights' version, calls that change them | updated ones are taken for those of the start |
+| `sleep.py` | the backend of sleep mode, with sleep mode or its allocator | the start ends |
+| `sleep.py` | the executor's sleep and wake-up, with the same | the start ends |
 | `model_config.py` | a model's configuration as vLLM reads it | the one in memory is compared |
 
 What can end the start is tried at the start: the version when the class is loaded, the pool when vLLM binds its KV

@@ -47,6 +47,7 @@ from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -118,6 +119,55 @@ class WorkerSide:
             return None
         self._is_child = is_child
         return replace(self._handshake, is_child=is_child)
+
+    def withdraw(self) -> None:
+        """Withdraw the caches, on all workers of the engine or on none (collective). When it returns, their pages may
+        go. Idempotent.
+
+        Raises:
+            WithdrawalRefused: reads may still write into this worker's caches; leases and loads are over.
+            SiblingFailed: another worker has raised that.
+        """
+        worker = self.worker
+        if worker is None:
+            return
+        groups = engine_groups()
+        started_s = time.monotonic()
+        try:
+            worker.drain()
+        except Exception as error:
+            gather_workers(error, groups)
+            raise
+        try:
+            gather_workers(worker.description, groups)
+        except BaseException:
+            # A sibling keeps its pages, so vLLM keeps those of all: this worker serves as before.
+            worker.keep()
+            raise
+        worker.deregister()
+        logger.info(
+            "worker %s has withdrawn its caches in %.3f s",
+            worker.description.place,
+            time.monotonic() - started_s,
+        )
+
+    def restore(self) -> None:
+        """Register the caches again, whose pages are back, and exchange the new descriptions (collective). Idempotent.
+
+        Raises:
+            SiblingFailed: another worker has failed; it can be called again.
+            FabricError: NIXL refuses the memory; likewise.
+        """
+        worker = self.worker
+        if worker is None:
+            return
+        groups = engine_groups()
+        try:
+            worker.restore()
+        except Exception as error:
+            gather_workers(error, groups)
+            raise
+        self._meet_siblings(worker, groups)
 
     def bind(self, metadata: FerryMetadata) -> None:
         """Start the step's orders, which run in parallel with the forward pass."""
@@ -218,15 +268,20 @@ class WorkerSide:
             # The other workers wait in the same collective call. They get the error and stop too; then it is raised.
             gather_workers(error, groups)
             raise
-        siblings = gather_workers(self.worker.description, groups)
-        self.worker.add_siblings(siblings)
-        place = self.worker.description.place
-        self._handshake = FerryHandshake.from_workers(place, siblings)
+        self._meet_siblings(self.worker, groups)
         logger.info(
             "worker %s registered %d paged tensors in %.2f s",
-            place,
+            self.worker.description.place,
             len(self.worker.description.tensors),
             time.monotonic() - started_s,
+        )
+
+    def _meet_siblings(self, worker: FerryWorker, groups: list[ProcessGroup]) -> None:
+        """Exchange descriptions with the engine's other workers (collective). Raises as `gather_workers`."""
+        siblings = gather_workers(worker.description, groups)
+        worker.add_siblings(siblings)
+        self._handshake = FerryHandshake.from_workers(
+            worker.description.place, siblings
         )
 
     def _make_worker(self, kv_caches: dict[str, torch.Tensor]) -> FerryWorker:

@@ -138,6 +138,12 @@ class LoadRunner:
             self._context.registry.withdraw(contacts - still_wanted)
         self._in_use = None
 
+    def fail_all(self, reason: FailureReason, detail: str) -> None:
+        """Fail every load that has not been reported. Those whose reads may still write are left in `closing`."""
+        for load in list(self.loads.of(*MAY_FAIL)):
+            self._fail(load, reason, detail)
+        self._in_use = None
+
     def busy(self) -> bool:
         """Whether `step` must be called again soon."""
         if self._running or self._waiting or self._resumed:

@@ -186,6 +186,13 @@ class FirstReads:
         ]
         return ended
 
+    def give_up_all(self) -> None:
+        """Give up all that are under way; those that may still write are left in `given_up`."""
+        given_up = list(self._under_way.values())
+        self._under_way.clear()
+        for first_read in given_up:
+            self._give_up(first_read)
+
     def _post(
         self,
         first_read: FirstRead,

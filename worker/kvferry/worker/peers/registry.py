@@ -113,6 +113,7 @@ class PeerRegistry:
         self._static: dict[tuple[str, int], PeerKey] = {}
         self._static_check_s = 0.0
         self._exits_checked_s = 0.0
+        self._is_paused = False
 
     def busy(self) -> bool:
         """True if `step` must be called again soon without being woken."""
@@ -126,6 +127,11 @@ class PeerRegistry:
     def num_ready(self) -> int:
         """Peers that can be read from at once."""
         return len(self._ready)
+
+    @property
+    def static(self) -> tuple[PeerKey, ...]:
+        """The peers that the configuration names."""
+        return tuple(self._static.values())
 
     def snapshot(self) -> PeerRegistrySnapshot:
         """The peers now. May be called on any thread."""
@@ -212,6 +218,9 @@ class PeerRegistry:
             True if anything changed.
         """
         has_changed = False
+        if self._is_paused:
+            self.first_reads.step(now_s)
+            return False
         for key in in_use:
             if key in self._ready:
                 self._used(key, now_s)
@@ -234,6 +243,16 @@ class PeerRegistry:
         self._retire_unused(now_s, in_use)
         self._disconnect_retired(in_use)
         return has_changed
+
+    def pause(self) -> None:
+        """Connect to nobody until `resume`. First reads are given up, as `closing` tells."""
+        self._is_paused = True
+        self._handshakes.close()
+        self.first_reads.give_up_all()
+
+    def resume(self) -> None:
+        """Connect again."""
+        self._is_paused = False
 
     def lost(self, peer: Peer, why: str, now_s: float) -> None:
         """Forget a peer that is gone; the next load connects again."""

@@ -74,6 +74,7 @@ class HostMirror:
             )
             self._relayout = relayout_for(caches.storages, storages, caches.device)
             undo.pop_all()
+        self._last_copy: DeviceMark | None = None
         kinds: dict[tuple[Shape, _BlockNumbering], int] = {}
         rows: list[tuple[int, int, int, int]] = []
         for original, tensor_copy in self._pairs:
@@ -109,8 +110,14 @@ class HostMirror:
             if mark is None:
                 return None
             waves.popleft()
+            self._last_copy = mark
         # The last wave's mark stands for all: waves are copied in order.
         return mark
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the device may still read the caches."""
+        return self._last_copy is not None and not self._last_copy.reached()
 
     def _block_bytes(self, group: int) -> int:
         """Bytes of one scheduler block of a group, in all of its tensors."""

@@ -1,0 +1,218 @@
+"""A sleep of vLLM, by every way there is: all of its own code but the backend that takes the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvferry.connector.vllm import sleep
+from kvferry.worker.registration import WithdrawalRefused
+from kvferry.worker.worker import FerryWorker
+from tests.harness.core.node import Node, ferry_of
+from tests.harness.core.scheduler import tokens
+from tests.harness.core.sleeper import PagesOfTheTest, core_of
+from tests.promises import promise
+
+PROMPT = tokens(100)
+
+
+@pytest.fixture(autouse=True)
+def _engines_can_sleep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM refuses its option on a CPU."""
+    monkeypatch.setattr("kvferry.connector.connector.can_sleep", lambda _: True)
+    yield
+    sleep.guarded.clear()
+
+
+class Sleeper:
+    """A producer and a consumer, of which one sleeps, each as if it had a process of its own."""
+
+    def __init__(self, make: Any, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+        self.producer: Node = make("kv_producer")
+        self.consumer: Node = make("kv_consumer")
+        self.node = self.producer if role == "kv_producer" else self.consumer
+        sleep.guarded.clear()
+        for worker in self.node.workers:
+            sleep.guarded.add(ferry_of(worker).worker_side)
+        self.core = core_of(self.node)
+        self.taken = 0
+        monkeypatch.setattr(PagesOfTheTest, "take_pages", staticmethod(self.take))
+        self._number = 0
+
+    def take(self) -> None:
+        """The pages go: none may be registered any more, and what is written then is never read as a cache."""
+        assert all(worker.registration.is_withdrawn for worker in self.workers)
+        self.node.model.poison()
+        self.taken += 1
+
+    @property
+    def workers(self) -> list[FerryWorker]:
+        workers: list[FerryWorker] = self.node.ferry_workers
+        return workers
+
+    def hand_over(self) -> int:
+        """Returns the prompt tokens that the decoder had to compute."""
+        self._number += 1
+        params = self.producer.prefill(f"p{self._number}", PROMPT)
+        computed = self.consumer.decode(
+            f"d{self._number}", PROMPT, params, self.producer
+        )
+        # A sleep comes when a pause is complete.
+        for node in (self.producer, self.consumer):
+            node.until(lambda node=node: node.engine.is_whole)  # type: ignore[misc]
+            node.until(lambda node=node: not node.must_step)  # type: ignore[misc]
+        return computed
+
+
+@pytest.fixture
+def sleeper(make: Any, monkeypatch: pytest.MonkeyPatch) -> Sleeper:
+    return Sleeper(make, monkeypatch, "kv_producer")
+
+
+def level(number: int) -> Callable[[Any], None]:
+    def cycle(core: Any) -> None:
+        core.sleep(number)
+        assert core.wake_up()
+
+    return cycle
+
+
+def in_two_parts(core: Any) -> None:
+    """As trainers do: the weights are written before the caches come back."""
+    core.sleep(2)
+    assert not core.wake_up(["weights"])
+    assert core.wake_up(["kv_cache"])
+
+
+def caches_only(core: Any) -> None:
+    core.sleep(0)
+    core.release_kv_cache_memory()
+    assert core.wake_up(["kv_cache"])
+
+
+def caches_and_then_all(core: Any) -> None:
+    """The workers are told twice."""
+    core.sleep(0)
+    core.release_kv_cache_memory()
+    core.sleep(1)
+    assert core.wake_up()
+
+
+WAYS = {
+    "level 1": level(1),
+    "level 2": level(2),
+    "weights, then caches": in_two_parts,
+    "caches only": caches_only,
+    "caches, then all": caches_and_then_all,
+}
+
+
+@promise(1)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_prompts_are_handed_over_after_every_kind_of_sleep(
+    sleeper: Sleeper, way: Callable[[Any], None]
+) -> None:
+    assert sleeper.hand_over() == 1
+    for generation in (1, 2):
+        way(sleeper.core)
+        assert sleeper.taken
+        assert sleeper.workers[0].registration.generation == generation
+        assert sleeper.hand_over() == 1, "the first one after a wake-up is carried"
+    assert not sleeper.consumer.engine.counted("failed_loads", "fence")
+
+
+@promise(1)
+def test_a_decoder_that_has_slept_loads_again(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper = Sleeper(make, monkeypatch, "kv_consumer")
+    assert sleeper.hand_over() == 1
+    for way in WAYS.values():
+        way(sleeper.core)
+        assert sleeper.hand_over() == 1
+    assert sleeper.workers[0].registration.generation == len(WAYS)
+
+
+def test_a_pause_alone_withdraws_nothing(sleeper: Sleeper) -> None:
+    assert sleeper.hand_over() == 1
+    sleeper.core.sleep(0)
+    assert sleeper.core.wake_up(["scheduling"])
+    assert sleeper.workers[0].registration.generation == 0
+    assert sleeper.hand_over() == 1
+
+
+def test_peers_are_told_that_a_sleeping_engine_sleeps(sleeper: Sleeper) -> None:
+    params = sleeper.producer.prefill("p", PROMPT)
+    sleeper.producer.until(
+        lambda: sleeper.producer.engine.scheduler.reset_prefix_cache(False, True)
+    )
+    sleeper.core.sleep(1)
+    # It computes the prompt itself, and is right.
+    assert sleeper.consumer.decode("d", PROMPT, params) == len(PROMPT)
+    assert sleeper.consumer.engine.counted("failed_loads", "refused") == 1
+    assert sleeper.core.wake_up()
+    assert sleeper.hand_over() == 1
+
+
+@promise(2)
+def test_a_worker_that_cannot_withdraw_stops_the_sleep_and_says_why(
+    sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sleeper.hand_over() == 1
+
+    def refuse(_: object) -> None:
+        raise WithdrawalRefused("reads may still write: req=r")
+
+    with monkeypatch.context() as refused:
+        refused.setattr(FerryWorker, "drain", refuse)
+        with pytest.raises(WithdrawalRefused, match="req=r"):
+            sleeper.core.sleep(1)
+    assert not sleeper.taken
+    assert not sleeper.core.model_executor.is_sleeping
+    assert sleeper.core.wake_up()
+    assert sleeper.hand_over() == 1
+
+
+def test_requests_that_come_during_a_sleep_wait_for_its_end(sleeper: Sleeper) -> None:
+    assert sleeper.hand_over() == 1
+    sleeper.core.sleep(1)
+    producer = sleeper.producer
+    producer.engine.add("late", PROMPT, {"do_remote_decode": True}, max_tokens=1)
+    for _ in range(5):
+        assert not producer.step().computed
+    assert sleeper.core.wake_up()
+    params = producer.answer("late").params
+    assert params is not None
+    producer.step()
+    assert sleeper.consumer.decode("d", PROMPT, params, producer) == 1
+
+
+@promise(1)
+def test_tickets_of_before_are_of_another_boot_and_key(sleeper: Sleeper) -> None:
+    local = sleeper.producer.engine.connector.scheduler_side.channel.local
+    before = (local.memory.boot, local.memory.mac_key)
+    assert local.memory.boot == local.boot
+    level(1)(sleeper.core)
+    assert local.memory.generation == 1
+    assert local.memory.boot not in (before[0], local.boot)
+    assert local.memory.mac_key != before[1]
+
+
+def test_nothing_is_wrapped_where_vllm_has_hooks(
+    sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.33 calls the connector itself, before the backend, and passes descriptions on after the executor's wake-up."""
+    sleep.guarded.clear()
+    monkeypatch.setattr(sleep, "has_sleep_hooks", lambda: True)
+    monkeypatch.setattr("tests.harness.core.sleeper.has_sleep_hooks", lambda: True)
+    assert sleeper.hand_over() == 1
+    core = sleeper.core
+    core.sleep(1)
+    assert core.model_executor.is_sleeping
+    core.model_executor.wake_up()
+    (described,) = core.model_executor.get_kv_connector_handshake_metadata()
+    sleeper.producer.engine.connector.set_xfer_handshake_metadata_pp_aware(described)
+    core.resume_scheduler()
+    assert sleeper.hand_over() == 1
