@@ -188,6 +188,85 @@ def test_a_long_prefix_is_taken_in_several_steps(
     assert node.engine.free_blocks == free - PREFIX_BLOCKS
 
 
+def test_a_prefix_that_is_gone_before_the_step_is_looked_up_again(make: Any) -> None:
+    node = make("kv_both", **LONG)
+    compute(node, "own", PROMPT)
+    node.until(lambda: not node.must_step)
+    manager = node.engine.scheduler.kv_cache_manager
+    cached = manager.get_computed_blocks(node.engine.make_request("r", PROMPT))[0]
+    with asking(node) as asker:
+        asker.send(query_of(PROMPT))
+        assert asker.receive().progress is PromptProgress.QUEUED
+        manager.evict_blocks({cached.get_block_ids()[0][40]})
+        node.until(asker.has_answer)
+        assert params_of(node, asker.receive()).remote_num_tokens == 512
+
+
+def test_blocks_that_this_step_fills_are_ready_when_it_has_run(make: Any) -> None:
+    node = make("kv_both", **{**LONG, "max_step_tokens": 512})
+    node.engine.add("own", PROMPT, max_tokens=1)
+    with asking(node) as asker:
+        node.step()
+        asker.send(query_of(PROMPT[:520]))
+        assert asker.receive().progress is PromptProgress.QUEUED
+        step = node.step()
+        assert step.computed
+        (order,) = step.orders.completions
+        assert not step.orders.holds
+        assert order.request_id == held(node)[0].request_id
+        asker.receive()
+    node.answer("own")
+
+
+def test_what_vllm_may_take_back_is_not_given_before_it_is_settled(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make("kv_both", **LONG)
+    compute(node, "own", PROMPT)
+    tickets = side_of(node).tickets
+    asked: list[int] = []
+
+    def may_take_back(blocks: Sequence[int]) -> bool:
+        asked.append(len(blocks))
+        return len(asked) < 3
+
+    monkeypatch.setattr(tickets, "may_take_back", may_take_back)
+    with asking(node) as asker:
+        asker.send(query_of(PROMPT))
+        asker.receive()
+        for _ in range(2):
+            node.step()
+            assert not held(node)
+        node.step()
+        assert held(node)
+        assert asker.receive().progress is PromptProgress.TICKET
+    assert asked == [PREFIX_BLOCKS] * 3
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_what_vllm_takes_back_ends_a_prefix_or_is_not_given(
+    make: Any, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    monkeypatch.setattr(prefix_leases, "BLOCKS_AT_ONCE", 24)
+    node = make("kv_both", **LONG)
+    compute(node, "own", PROMPT)
+    with asking(node) as asker:
+        asker.send(query_of(PROMPT))
+        asker.receive()
+        for _ in range(steps):
+            node.step()
+        side = side_of(node)
+        manager = node.engine.scheduler.kv_cache_manager
+        cached = manager.get_computed_blocks(node.engine.make_request("r", PROMPT))[0]
+        first = cached.get_block_ids()[0][0]
+        not_filled = side.tickets.taken_back({first})
+        side.prefix_leases.taken_back(not_filled)
+        assert not held(node)
+        if steps < 3:
+            assert asker.receive().reason == "no_prefix"
+    node.until(lambda: node.engine.is_whole and not node.must_step)
+
+
 def test_a_query_that_is_given_up_leaves_nothing(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,8 +158,12 @@ class SchedulerSide:
 
         # What other engines read from its prefix cache.
         self.prefix_cache = PrefixCache()
+        # Not yet where there are recurrent states: which step has copied a state into the block that the prefix cache
+        # has is not certain.
         self._answers_prefix_queries = (
-            local.is_read_from and config.prefix_pulls == "auto"
+            local.is_read_from
+            and config.prefix_pulls == "auto"
+            and not local.has_states
         )
         prefixes = PrefixDirectory(self.prefix_cache, builder.build_prefix, counters)
         prefixes.wake_engine = loop.wake
