@@ -179,6 +179,24 @@ def test_more_tokens_than_the_prompt_has_are_a_value_error(count: int) -> None:
         digest_chain(Prompt([1, 2, 3]), count)
 
 
+@given(PROMPTS, PROMPTS, st.data())
+def test_a_chain_that_grows_shares_what_its_prompt_does(
+    prompt: Prompt, other: Prompt, data: st.DataObject
+) -> None:
+    num_alike = data.draw(st.integers(0, min(len(prompt.tokens), len(other.tokens))))
+    mixed = [*prompt.tokens[:num_alike], *other.tokens[num_alike:]]
+    remote = replace(prompt, tokens=mixed)
+    num_tokens = data.draw(st.integers(0, len(mixed)))
+    chain = digest_chain(remote, num_tokens)
+    grown = GrowingChain(prompt)
+    grown.grow(data.draw(st.integers(0, len(prompt.tokens))))
+    assert grown.shared_tokens(chain, num_tokens) == shared_tokens(
+        prompt, chain, num_tokens
+    )
+    whole = digest_chain(prompt, grown.num_tokens)
+    assert grown.whole(grown.num_tokens).hex() == "".join(whole)
+
+
 def model_of_shared_tokens(local: Prompt, remote: Prompt) -> int:
     """Longest boundary up to which everything that decides the cache is equal, compared value by value."""
 

@@ -15,7 +15,7 @@ from kvferry.link import limits
 from kvferry.link.connection import Connection
 from kvferry.link.connection_slots import Address, ConnectionSlot
 from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, KvferryError
-from kvferry.protocol.handshake import MAX_PART_FRAME_BYTES
+from kvferry.protocol.handshake import MAX_PART_FRAME_BYTES, is_refused
 from kvferry.protocol.hosts import host_port
 from kvferry.protocol.prompt_queries import MAX_ANSWERS_BYTES, Answers, answers_in
 
@@ -41,6 +41,7 @@ class ConnectedPeer:
         slot: of the connection; None if it needs none.
         use: what it is for at first, while the messages are sent that have waited for it.
         on_answers: called with the answers to queries. What it raises ends the connection.
+        on_refused: called where the peer does not know a message: it is of another version.
         on_idle: called once it was of no use for `IDLE_S`.
 
     Attributes:
@@ -55,6 +56,7 @@ class ConnectedPeer:
         use: Use,
         *,
         on_answers: Callable[[Answers], None],
+        on_refused: Callable[[], None],
         on_idle: Callable[[], None],
     ) -> None:
         self.has_answered = False
@@ -62,6 +64,7 @@ class ConnectedPeer:
         self._connection = connection
         self._slot = slot
         self._on_answers = on_answers
+        self._on_refused = on_refused
         self._on_idle = on_idle
         self._is_closed = False
         self._use = use
@@ -219,6 +222,8 @@ class ConnectedPeer:
             self.has_answered = True
             self._answer.set_result(frame)
         else:
+            if self._is_queried and is_refused(frame):
+                self._on_refused()
             self._ignore(frame)
 
     def _ignore(self, frame: bytes) -> None:

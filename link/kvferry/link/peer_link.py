@@ -86,6 +86,9 @@ class Subscriber(Protocol):
     def received(self, answers: Answers) -> None:
         """Answers have come."""
 
+    def refused(self) -> None:
+        """The peer does not know one of the messages."""
+
     def failed(self) -> None:
         """A connection has ended, or could not be made."""
 
@@ -433,6 +436,7 @@ class PeerLink:
             slot,
             self._use(),
             on_answers=self._answered,
+            on_refused=self._refused,
             on_idle=self._close,
         )
 
@@ -464,3 +468,7 @@ class PeerLink:
     def _answered(self, answers: Answers) -> None:
         if self.subscriber is not None:
             self.subscriber.received(answers)
+
+    def _refused(self) -> None:
+        if self.subscriber is not None:
+            self.subscriber.refused()

@@ -1,10 +1,16 @@
-"""Queries producers about prompts that they are prefilling, on the thread of the side channel's client.
+"""Queries other engines about prompts, on the thread of the side channel's client.
 
-    PendingQueries ── StartQuery, StopQuery ──► QueryClient ── Subscribe, Unsubscribe ──► producers
-                   ◄── answers that change anything ───────── ◄── Answers ───────────────
+    PendingQueries ── StartQuery, StopQuery ───► QueryClient ── Subscribe, Unsubscribe ─────► producers
+                   ◄── answers that change anything ────────── ◄── Answers ──────────────────
+    PrefixSearches ── StartSearch, StopQuery ──►             ── FindPrefixes, Unsubscribe ──► who may have the prefix
+                   ◄── one answer of each engine ───────────── ◄── Answers ──────────────────
 
 Each producer is queried over its link (`peer_link.py`). A producer that does not know a prompt names the other
 data-parallel ranks of its engine, its *siblings*, which are queried too.
+
+A search asks several engines under one number. The digests that it sends are made here, in parts, so that neither a
+step nor a renewal waits for those of a long prompt. An engine of a version without prefix queries answers `Refused`,
+which counts as not having answered.
 
 Requests name producers, and producers name siblings, so both can be any ports. A producer that a request names keeps
 its connection slot in use (`connection_slots.py`) as long as the query is open. A sibling does not, unless it knows the
@@ -14,7 +20,7 @@ prompt: its connection is closed as soon as its slot is needed.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,9 +29,17 @@ from typing import TypeVar
 from kvferry.link import limits
 from kvferry.link.fair_share import has_share
 from kvferry.link.peer_link import PeerLink, PeerLinks
-from kvferry.link.query_commands import SETTLING, Producer, QueryCommand, StartQuery
+from kvferry.link.query_commands import (
+    SETTLING,
+    Producer,
+    QueryCommand,
+    StartQuery,
+    StartSearch,
+)
 from kvferry.protocol.handshake import encode
 from kvferry.protocol.hosts import one_spelling
+from kvferry.protocol.prefix_queries import PrefixQuery
+from kvferry.protocol.prefix_queries import messages as prefix_messages
 from kvferry.protocol.prompt_queries import (
     MAX_QUERIES,
     Answer,
@@ -39,6 +53,13 @@ from kvferry.protocol.prompt_queries import (
 OnAnswer = Callable[[Producer, Answer], None]
 
 Item = TypeVar("Item")
+
+Query = PromptQuery | PrefixQuery
+
+_TOKENS_AT_ONCE = 1 << 13
+"""Tokens of which digests are made in one turn of the loop: 0.1 to 0.2 ms."""
+_MAX_ENDED = 1 << 12
+"""Most ended searches that are remembered for a ticket that was on its way; each engine has sent one at most."""
 
 
 class _QueriedProducer:
@@ -57,12 +78,12 @@ class _QueriedProducer:
         self, client: QueryClient, link: PeerLink, *, is_sibling: bool
     ) -> None:
         self.producer: Producer = link.address
-        self.queries: dict[int, PromptQuery] = {}
+        self.queries: dict[int, Query] = {}
         self.needed_for: set[int] = set()
         self.is_sibling = is_sibling
         self._client = client
         self._link = link
-        self._unsent: list[PromptQuery] = []
+        self._unsent: list[Query] = []
         self._unsubscribed: list[int] = []
         self._is_sending = False
         self._has_answered = False
@@ -81,7 +102,7 @@ class _QueriedProducer:
         """Whether something is sent at the end of this turn of the loop."""
         return self._is_sending
 
-    def start(self, query: PromptQuery) -> None:
+    def start(self, query: Query) -> None:
         """Open a query; `update` must follow."""
         self.queries[query.number] = query
         self._unsent.append(query)
@@ -109,6 +130,9 @@ class _QueriedProducer:
         self._has_answered = True
         self._client.take(self, answers)
 
+    def refused(self) -> None:
+        self._client.refused(self)
+
     def failed(self) -> None:
         self._stop_timer()
         self._client.failed(self)
@@ -133,8 +157,12 @@ class _QueriedProducer:
         unsubscribed = self._unsubscribed
         self._unsubscribed = []
         client_id = self._client.client_id
-        for queries in _messages(unsent):
+        of_prompts = [query for query in unsent if isinstance(query, PromptQuery)]
+        of_prefixes = [query for query in unsent if isinstance(query, PrefixQuery)]
+        for queries in _messages(of_prompts):
             peer.send_queries(encode(Subscribe(client_id=client_id, queries=queries)))
+        for message in prefix_messages(client_id, of_prefixes):
+            peer.send_queries(encode(message))
         for numbers in _messages(unsubscribed):
             peer.send_queries(encode(Unsubscribe(client_id=client_id, numbers=numbers)))
         if not self.queries:
@@ -168,17 +196,19 @@ class _OpenQuery:
     """An open query, and what producers have answered to it.
 
     Attributes:
-        named: the producer that its request names.
+        named: the producer that its request names; None for a search, which asks several.
         sent_to: the producers that are queried.
+        settled_by: those that have answered a search, or cannot be reached.
         known_by: those that have the prompt in their queue.
         reported: the one of these that was passed on.
         has_answer: whether any answer was passed on.
         siblings_queried_s: when siblings were queried last.
     """
 
-    query: PromptQuery
-    named: Producer
+    query: Query
+    named: Producer | None
     sent_to: set[Producer] = field(default_factory=set)
+    settled_by: set[Producer] = field(default_factory=set)
     known_by: dict[Producer, None] = field(default_factory=dict)
     reported: Producer | None = None
     has_answer: bool = False
@@ -209,15 +239,27 @@ class QueryClient:
         client_id: the announced id of this engine.
         on_answer: called on the links' thread with every answer that settles a query, and with those that change
             whether a producer knows its prompt. A producer that cannot be reached knows none of its prompts.
+        on_found: the same for searches: called when an engine has something, and when it has said what. Also with a
+            ticket that has come after the search's end.
     """
 
-    def __init__(self, links: PeerLinks, client_id: str, on_answer: OnAnswer) -> None:
+    def __init__(
+        self,
+        links: PeerLinks,
+        client_id: str,
+        on_answer: OnAnswer,
+        on_found: OnAnswer = lambda producer, answer: None,
+    ) -> None:
         self.client_id = client_id
         self._links = links
         self._on_answer = on_answer
+        self._on_found = on_found
         self._open: dict[int, _OpenQuery] = {}
         self._by_producer: dict[Producer, _QueriedProducer] = {}
         self._siblings_by_host: Counter[str] = Counter()
+        # Searches: those whose digests are being made, and engines that may send a ticket after the end of one.
+        self._growing: set[int] = set()
+        self._ended: OrderedDict[tuple[Producer, int], None] = OrderedDict()
 
     def submit(self, commands: Iterable[QueryCommand]) -> None:
         """Hand over commands; returns at once."""
@@ -251,12 +293,22 @@ class QueryClient:
         siblings = [port for port in answers.siblings if port != own_port]
         for answer in answers.answers:
             if answer.number not in queried.queries:
-                continue  # settled, or none of this producer's
+                # Settled, or none of this producer's.
+                self._answered_late(queried, answer)
+                continue
             self._answered(queried, answer)
             opened = self._open[answer.number]
             is_named = opened.named == queried.producer
             if is_named and answer.progress is PromptProgress.UNKNOWN:
                 self._start_siblings(opened, host, siblings)
+
+    def refused(self, queried: _QueriedProducer) -> None:
+        """It does not know what it was sent: as all engines know the other queries, those of prefixes."""
+        for number, query in list(queried.queries.items()):
+            if isinstance(query, PrefixQuery):
+                self._answered(
+                    queried, Answer(number=number, progress=PromptProgress.UNKNOWN)
+                )
 
     def failed(self, queried: _QueriedProducer) -> None:
         """It cannot be reached, so it knows none of its prompts."""
@@ -286,8 +338,40 @@ class QueryClient:
                 )
                 queried = self._start(opened, command.producer)
                 self._need(queried, number)
+            elif isinstance(command, StartSearch):
+                self._growing.add(command.number)
+                self._grow(command)
             else:
                 self._stop(command.number)
+
+    def _grow(self, search: StartSearch) -> None:
+        """Make the next digests of a search, and send it once there are all."""
+        if search.number not in self._growing:
+            return  # stopped meanwhile
+        chain = search.chain
+        try:
+            chain.grow(min(chain.num_tokens + _TOKENS_AT_ONCE, search.most_tokens))
+        except ValueError:
+            # A token that no vocabulary has: nobody has such a prompt. It must not end the other commands.
+            self._growing.discard(search.number)
+            for producer in search.producers:
+                self._on_found(
+                    producer, Answer(number=search.number, progress=PromptProgress.OVER)
+                )
+            return
+        if chain.num_tokens < search.most_tokens:
+            asyncio.get_running_loop().call_soon(self._grow, search)
+            return
+        self._growing.discard(search.number)
+        query = PrefixQuery(
+            number=search.number,
+            chain=chain.whole(search.most_tokens),
+            min_tokens=search.min_tokens,
+        )
+        opened = _OpenQuery(query, None)
+        self._open[search.number] = opened
+        for producer in search.producers:
+            self._need(self._start(opened, producer), search.number)
 
     def _start(
         self, opened: _OpenQuery, producer: Producer, *, is_sibling: bool = False
@@ -335,9 +419,12 @@ class QueryClient:
         queried.update()
 
     def _stop(self, number: int) -> None:
+        self._growing.discard(number)
         opened = self._open.pop(number, None)
         if opened is None:
             return
+        if isinstance(opened.query, PrefixQuery):
+            self._expect_late_tickets(opened)
         queried_producers = [self._by_producer[producer] for producer in opened.sent_to]
         for queried in queried_producers:
             queried.stop(number)
@@ -356,6 +443,9 @@ class QueryClient:
         """Pass on an answer that changes something."""
         # Only such: a producer that repeats its answers must cost the engine nothing.
         opened = self._open[answer.number]
+        if isinstance(opened.query, PrefixQuery):
+            self._found(queried.producer, opened, answer)
+            return
         producer = queried.producer
         is_first = not opened.has_answer
         opened.has_answer = True
@@ -371,6 +461,32 @@ class QueryClient:
             opened.known_by.pop(producer, None)
             if is_first or answer.reason:
                 self._on_answer(producer, answer)
+
+    def _found(self, producer: Producer, opened: _OpenQuery, answer: Answer) -> None:
+        """Pass on what an engine has said to a search: once, and before that once that it has something."""
+        if producer in opened.settled_by:
+            return
+        if answer.progress is not PromptProgress.QUEUED:
+            opened.settled_by.add(producer)
+        elif producer in opened.known_by:
+            return
+        else:
+            opened.known_by[producer] = None
+        opened.has_answer = True
+        self._on_found(producer, answer)
+
+    def _expect_late_tickets(self, opened: _OpenQuery) -> None:
+        for producer in opened.sent_to - opened.settled_by:
+            self._ended[producer, opened.query.number] = None
+        while len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def _answered_late(self, queried: _QueriedProducer, answer: Answer) -> None:
+        """Pass on a ticket of a search that has ended: its lease is to be given back."""
+        key = (queried.producer, answer.number)
+        if key in self._ended and answer.progress is PromptProgress.TICKET:
+            del self._ended[key]
+            self._on_found(queried.producer, answer)
 
     def _lost(
         self, queried: _QueriedProducer, opened: _OpenQuery, answer: Answer

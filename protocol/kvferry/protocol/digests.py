@@ -96,6 +96,16 @@ class GrowingChain:
         self._digest = _identity(prompt)
         self._whole: list[str] = []
 
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the whole chunks whose digests are made."""
+        return len(self._whole) * CHUNK_TOKENS
+
+    @property
+    def prompt(self) -> Prompt:
+        """What the digests are of."""
+        return self._prompt
+
     def grow(self, num_tokens: int) -> None:
         """Make the digests of the whole chunks within the first `num_tokens` tokens."""
         start = len(self._whole) * CHUNK_TOKENS
@@ -136,6 +146,31 @@ class GrowingChain:
         if not whole:
             raise ValueError("no tokens have no digest")
         return self._whole[whole - 1]
+
+    def whole(self, num_tokens: int) -> bytes:
+        """The digests of the whole chunks within the first `num_tokens` tokens, as bytes; they are made already."""
+        return bytes.fromhex("".join(self._whole[: num_tokens // CHUNK_TOKENS]))
+
+    def shared_tokens(self, chain: Sequence[str], num_tokens: int) -> int:
+        """As the function `shared_tokens`, without making the digests that are made already."""
+        num_here = min(num_tokens, len(self._prompt.tokens))
+        self.grow(num_here)
+        # It may have grown further: then the last digest, of a part of a chunk, begins where that chunk does.
+        own = self._whole[: num_here // CHUNK_TOKENS]
+        start = len(own) * CHUNK_TOKENS
+        if start < num_here:
+            before = bytes.fromhex(own[-1]) if own else _identity(self._prompt)
+            rest = self._prompt.tokens[start:num_here]
+            encoded = _as_uint32(rest, len(rest))
+            (last,) = _digests(self._prompt.media, before, encoded, start)
+            own.append(last.hex())
+        shared = 0
+        for expected, digest in zip(chain, own, strict=False):
+            stop = min(shared + CHUNK_TOKENS, num_tokens)
+            if stop > num_here or digest != expected:
+                break
+            shared = stop
+        return shared
 
     def _after(self, start: int, stop: int) -> list[str]:
         tokens = self._prompt.tokens[start:stop]

@@ -317,6 +317,9 @@ class UnreadDescription(EngineDescription, frozen=True, kw_only=True, tag="engin
 
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_MAX_REFUSED_BYTES = 8 << 10
+
+_refusals: msgspec.msgpack.Decoder[Refused] = msgspec.msgpack.Decoder(Refused)
 _replies: msgspec.msgpack.Decoder[UnreadDescription | Refused] = (
     msgspec.msgpack.Decoder(UnreadDescription | Refused)
 )
@@ -345,6 +348,15 @@ def decode_request(frame: bytes) -> Request:
         InvalidMessage: it is none of the protocol's, or too long.
     """
     return decode(frame, _requests, MAX_REQUEST_BYTES, InvalidMessage)
+
+
+def is_refused(frame: bytes) -> bool:
+    """True if a listener has refused a message."""
+    try:
+        decode(frame, _refusals, _MAX_REFUSED_BYTES, InvalidMessage)
+    except InvalidMessage:
+        return False
+    return True
 
 
 def decode_reply(frame: bytes) -> Reply:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvferry.scheduler.consumer.pending_query import PendingQuery
+from kvferry.scheduler.consumer.prefix_search import PrefixSearch
 from kvferry.scheduler.consumer.remote_prompt import RemotePrompt
 from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.listed_prompt import ListedPrompt
@@ -26,6 +27,8 @@ class RequestRecord:
         prompt: its prompt in another engine's cache; also after its end, while its load is aborted. Owned by
             `ConsumerLedger`.
         query: the open query about its prompt that it waits for. Owned by `PendingQueries`.
+        search: which engines have the first part of its prompt, as long as it waits to hear. Owned by
+            `PrefixSearches`.
         listed: its prompt, for other engines that query it. Owned by `PromptDirectory`.
     """
 
@@ -34,7 +37,13 @@ class RequestRecord:
     lease: ProducerLease | None = None
     prompt: RemotePrompt | None = None
     query: PendingQuery | None = None
+    search: PrefixSearch | None = None
     listed: ListedPrompt | None = None
+
+    @property
+    def waits_for_answer(self) -> bool:
+        """True if the request waits for what another engine says."""
+        return self.query is not None or self.search is not None
 
 
 class RequestTable:
@@ -66,6 +75,7 @@ class RequestTable:
             and record.lease is None
             and record.prompt is None
             and record.query is None
+            and record.search is None
             and record.listed is None
         )
         if is_over:

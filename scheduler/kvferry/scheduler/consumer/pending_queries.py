@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from kvferry.link.query_commands import (
     SETTLING,
@@ -136,15 +137,19 @@ class PendingQueries:
     Args:
         spans: of this engine's blocks, if it reads prompts while they are computed (`PromptQuery`).
         requests: this engine's; the ledgers have the same.
+        numbers: of queries, which searches for prefixes have in common with these.
     """
 
     def __init__(
-        self, spans: tuple[int, ...] = (), requests: RequestTable | None = None
+        self,
+        spans: tuple[int, ...] = (),
+        requests: RequestTable | None = None,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self._spans = spans
         self._requests = RequestTable() if requests is None else requests
         self._num_waiting = 0
-        self._next_number = 0
+        self._numbers = count() if numbers is None else numbers
         self._by_number: dict[int, PendingQuery] = {}
         self._by_host = _QueriesByHost()
         # A query is in all timers whose state it is in.
@@ -185,13 +190,12 @@ class PendingQueries:
         if is_full and not self._make_room(host):
             return False
         query = PromptQuery(
-            number=self._next_number,
+            number=next(self._numbers),
             key=key,
             num_tokens=num_tokens,
             digest=digest,
             spans=self._spans,
         )
-        self._next_number += 1
         # An earlier request of this id.
         self.finished(request_id)
         opened = PendingQuery(request_id, host, query)
