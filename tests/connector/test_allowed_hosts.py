@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.allowed_hosts import AllowedHosts
+from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.link import allowed_hosts
 from kvferry.link.host_names import look_up, plain_address
 from tests.link.secret_files import NEW
@@ -256,3 +256,19 @@ def test_nothing_that_resolves_to_a_forbidden_address_without_a_name_server_is_a
         address = ipaddress.ip_address(entry[4][0])
         mapped = getattr(address, "ipv4_mapped", None) or address
         assert any(mapped in network for network in ALLOWED.networks)
+
+
+def test_a_source_without_an_announcement_must_be_listed_or_share_a_secret() -> None:
+    # Params of kvferry's may name this host; what any client can write may not.
+    this_host = AllowedHosts.without_list(())
+    unlisted = TrustedHosts(this_host, has_list=False)
+    assert unlisted.why_not("127.0.0.1") is None
+    assert unlisted.why_not_unannounced("127.0.0.1") is not None
+    secret = TrustedHosts(
+        AllowedHosts.without_list((NEW,)), has_list=False, has_secret=True
+    )
+    assert secret.why_not_unannounced("10.1.2.3") is None
+    assert secret.why_not_unannounced("169.254.1.1") is not None
+    listed = TrustedHosts(ALLOWED, has_list=True)
+    assert listed.why_not_unannounced("10.1.2.3") is None
+    assert listed.why_not_unannounced("127.0.0.1") is not None

@@ -23,6 +23,7 @@ from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.metrics.tables import (
     COUNTERS,
     HISTOGRAMS,
+    PREFIX_REASONS,
     RECOMPUTE_REASONS,
     RELEASE_WAYS,
 )
@@ -289,7 +290,7 @@ BY_USE = {
 
 def test_every_exported_counter_and_label_is_counted_somewhere() -> None:
     """Otherwise it would always be zero."""
-    labels = {*RECOMPUTE_REASONS, *RELEASE_WAYS}
+    labels = {*RECOMPUTE_REASONS, *RELEASE_WAYS, *PREFIX_REASONS}
     assert not [
         name for name in {*COUNTERS, *labels} - BY_USE if f'"{name}"' not in SOURCES
     ]

@@ -16,6 +16,7 @@ from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.connector.engine.local_engine import LocalEngine, tokens_left_out
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.params_builder import leave_out, prompt_of
+from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
@@ -24,6 +25,7 @@ from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.pull_estimate import PullEstimate
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
@@ -190,6 +192,17 @@ def intake_of(
         SchedulerTracing(),
         asking,
         PromptDirectory(),
+        PrefixIntake(
+            local,
+            requests,
+            loads,
+            counters,
+            TRUSTED,
+            SchedulerTracing(),
+            asking,
+            PullEstimate(1.0),
+            (),
+        ),
     )
     return intake, leases, counters
 

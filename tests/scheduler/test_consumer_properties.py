@@ -21,6 +21,7 @@ from kvferry.link.lease_commands import (
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.remote_prompt import PromptKind
 from kvferry.scheduler.counters import Counters
 from tests.protocol.samples import make_ticket, params_of_length
 
@@ -42,18 +43,31 @@ class Modelled:
 
     source: RemotePrefill
     shared: int
-    is_turn: bool
+    kind: PromptKind
     state: str = "offered"
     asked_with: int = 0
 
     @property
     def matched(self) -> int:
-        """Tokens that may be loaded; 0 for a turn with fewer than the threshold."""
+        """Tokens that may be loaded; 0 for a turn or a prefix with fewer than its threshold."""
         count = max(0, self.shared - self.asked_with)
-        return 0 if self.is_turn and count < THRESHOLD else count
+        return 0 if count < LEAST[self.kind] else count
+
+    @property
+    def metric(self) -> str:
+        """What counts that it is computed."""
+        is_prefix = self.kind is PromptKind.PREFIX
+        return "prefixes_not_pulled" if is_prefix else "local_recomputes"
 
 
 THRESHOLD = 50
+PREFIX_THRESHOLD = 280
+LEAST = {
+    PromptKind.HANDOVER: 0,
+    PromptKind.TURN: THRESHOLD,
+    PromptKind.PREFIX: PREFIX_THRESHOLD,
+}
+"""Fewer missing tokens of each kind are computed."""
 REMEMBERED = 3
 """Leases that the ledger knows to be over, of five that there are: some are tried again."""
 
@@ -103,12 +117,14 @@ class ConsumerHistories(RuleBasedStateMachine):
     @rule(
         lease=st.integers(0, 4),
         shared=st.sampled_from([0, 256, 300]),
-        is_turn=st.booleans(),
+        kind=st.sampled_from(PromptKind),
     )
-    def offer(self, lease: int, shared: int, is_turn: bool) -> None:
+    def offer(self, lease: int, shared: int, kind: PromptKind) -> None:
         self.requests += 1
         source, request_id = source_of(lease), f"r{self.requests}"
-        reason = self.ledger.offer(request_id, source, shared, 5.0, is_turn=is_turn)
+        reason = self.ledger.offer(
+            request_id, source, shared, 5.0, kind=kind, min_tokens=LEAST[kind]
+        )
         if self.claimed(source):
             assert reason == "lease_in_use"
         elif self.over(source):
@@ -117,7 +133,7 @@ class ConsumerHistories(RuleBasedStateMachine):
             assert reason == "other_prompt"
         else:
             assert reason is None
-            self.model[request_id] = Modelled(source, shared, is_turn)
+            self.model[request_id] = Modelled(source, shared, kind)
             self.expect(RenewLease, source)
 
     @rule(lease=st.integers(0, 4))
@@ -147,11 +163,14 @@ class ConsumerHistories(RuleBasedStateMachine):
         count = one.matched - less
         if count <= 0:
             return
-        loads = self.counters.total("turn_loads")
+        kinds = (PromptKind.TURN, PromptKind.PREFIX)
+        loads = {kind: self.counters.total(f"{kind.value}_loads") for kind in kinds}
         with pytest.raises(LocalProtocolError, match="matched"):
             self.ledger.allocated(request_id, count + less + 1, ((1,),))
         self.ledger.allocated(request_id, count, [[9, 4], []])
-        assert self.counters.total("turn_loads") == loads + one.is_turn
+        for kind in kinds:
+            counted = self.counters.total(f"{kind.value}_loads") - loads[kind]
+            assert counted == (one.kind is kind)
         one.state = "loading"
         self.orders.add(request_id)
 
@@ -161,19 +180,18 @@ class ConsumerHistories(RuleBasedStateMachine):
         request_id = self.some(data, "offered", "loaded", "failed", "declined")
         one = self.model[request_id]
         reasons = {
-            why: self.counters.total("local_recomputes", why)
-            for why in ("not_wanted", "below_threshold")
+            why: self.counters.total(one.metric, why)
+            for why in ("not_wanted", "below_threshold", "local_hit")
         }
         self.ledger.allocated(request_id, 0, ((1,),))
         if one.state == "offered":
             one.state = "declined"
             self.expect(ReleaseLease, one.source)
-            reasons["not_wanted" if one.matched else "below_threshold"] += (
-                one.asked_with < one.shared
-            )
-        assert reasons == {
-            why: self.counters.total("local_recomputes", why) for why in reasons
-        }
+            if one.asked_with < one.shared:
+                reasons["not_wanted" if one.matched else "below_threshold"] += 1
+            elif one.kind is PromptKind.PREFIX:
+                reasons["local_hit"] += 1
+        assert reasons == {why: self.counters.total(one.metric, why) for why in reasons}
 
     @precondition(lambda self: self.has("loading", "aborted"))
     @rule(data=st.data(), good=st.booleans())

@@ -59,11 +59,15 @@ class TrustedHosts:
 
     Args:
         has_list: whether `allowed_hosts` is set.
+        has_secret: whether the side channel has a secret.
     """
 
-    def __init__(self, allowed: AllowedHosts, *, has_list: bool) -> None:
+    def __init__(
+        self, allowed: AllowedHosts, *, has_list: bool, has_secret: bool = False
+    ) -> None:
         self._allowed = allowed
         self._has_list = has_list
+        self._has_secret = has_secret
         self._advised: set[str] = set()
 
     def allow(self, host: str) -> bool:
@@ -84,6 +88,15 @@ class TrustedHosts:
                 self._advice(host),
             )
         return f"host {shorten(host)} {why}"
+
+    def why_not_unannounced(self, host: str) -> str | None:
+        """As `why_not`, for a host that a request names without an announcement of kvferry's.
+
+        This host is not enough: other programs listen here too, and such a request is written by any client.
+        """
+        if not self._has_list and not self._has_secret:
+            return f"host {shorten(host)} is not in allowed_hosts, and there is no secret here"
+        return self.why_not(host)
 
     def _advice(self, host: str) -> str:
         """What to do so that prompts of this host are read, if it is a producer's."""

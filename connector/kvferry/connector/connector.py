@@ -157,6 +157,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler_side.engine_step.begin(
             scheduler_output.num_scheduled_tokens,
             preempted,
+            total=scheduler_output.total_num_scheduled_tokens,
             loads=scheduler_output.has_sync_kv_loads,
         )
 

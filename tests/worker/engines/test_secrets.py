@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from kvferry.link.secrets import Secrets
 from kvferry.protocol.handshake import LeaseName
+from kvferry.scheduler.consumer.remote_prompt import PromptKind
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig
@@ -45,7 +46,11 @@ class Fleet:
             now_s = time.monotonic()
             assert (
                 consumer.loads.offer(
-                    f"waits-{offer.request_id}", offer.params, 10, now_s, is_turn=True
+                    f"waits-{offer.request_id}",
+                    offer.params,
+                    10,
+                    now_s,
+                    kind=PromptKind.TURN,
                 )
                 is None
             )

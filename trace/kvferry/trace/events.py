@@ -69,6 +69,11 @@ class Phase(str, enum.Enum):
         "router",
         "from the producer's answer to the consumer, by the router",
     )
+    PREFIX_QUERY = (
+        "prefix_query",
+        "prefix query",
+        "engines are asked whether they have the prompt's first part",
+    )
     DECODE_QUEUE = (
         "decode_queue",
         "decode queue",
@@ -231,6 +236,28 @@ class Recomputed(RequestEvent, frozen=True, kw_only=True, tag="recomputed"):
     lease: TracedLease | None = None
 
 
+class PrefixAsked(RequestEvent, frozen=True, kw_only=True, tag="prefix_asked"):
+    """Consumer's scheduler: engines are asked for the first part of a prompt. A `DecodeArrived` tells what one has.
+
+    Attributes:
+        tokens: the most that they can have.
+        sources: the number of engines.
+    """
+
+    tokens: Count
+    sources: Count
+
+
+class PrefixNotPulled(RequestEvent, frozen=True, kw_only=True, tag="prefix_not_pulled"):
+    """Consumer's scheduler: no part of a prompt is read from an engine that may have it.
+
+    Attributes:
+        reason: the label of the metric `prefixes_not_pulled`.
+    """
+
+    reason: Text
+
+
 class LoadOrdered(RequestEvent, frozen=True, kw_only=True, tag="load_ordered"):
     """Consumer's scheduler: the prompt has blocks, and the order to fill them goes to the workers."""
 
@@ -308,6 +335,8 @@ AnyEvent = (
     | LeaseOver
     | DecodeArrived
     | Recomputed
+    | PrefixAsked
+    | PrefixNotPulled
     | LoadOrdered
     | LoadReported
     | DecodeScheduled

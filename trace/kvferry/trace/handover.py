@@ -24,6 +24,7 @@ from kvferry.trace.events import (
     PrefillArrived,
     PrefillScheduled,
     PrefillStep,
+    PrefixAsked,
     ProcessStarted,
     Recomputed,
     RequestEvent,
@@ -186,7 +187,7 @@ class Handover:
 
 
 _BEGINS_DECODE = (DecodeArrived, Recomputed, LoadOrdered)
-_OF_DECODE = (*_BEGINS_DECODE, LoadReported, DecodeScheduled, Finished)
+_OF_DECODE = (*_BEGINS_DECODE, PrefixAsked, LoadReported, DecodeScheduled, Finished)
 _Key = tuple[str, str]
 """An engine's id and a request's id in it. vLLM ends each id with random digits, so it is of one request for ever."""
 

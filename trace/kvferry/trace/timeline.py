@@ -16,6 +16,7 @@ from kvferry.trace.events import (
     Phase,
     PrefillArrived,
     PrefillScheduled,
+    PrefixAsked,
     ProcessStarted,
     Recomputed,
     RequestEvent,
@@ -185,6 +186,8 @@ def make_timeline(handover: Handover, clocks: Clocks) -> Timeline:
     if workers:
         first_begun = workers[0].begun_ns
     zero_ns = _first_known(
+        # No prompt ends for a prefix: it begins when engines are asked for it.
+        times.asked,
         times.given,
         # Where the prompt's end was not recorded, the earliest that is known of the consumer.
         times.arrived,
@@ -231,6 +234,7 @@ class _Times:
     scheduled: int | None
     given: int | None
     over: int | None
+    asked: int | None
     arrived: int | None
     ordered: int | None
     reported: int | None
@@ -267,6 +271,7 @@ def _times_of(handover: Handover, clocks: Clocks) -> _Times:
         scheduled=at(PrefillScheduled),
         given=at(ParamsGiven),
         over=at(LeaseOver),
+        asked=at(PrefixAsked),
         arrived=arrived,
         ordered=ordered,
         reported=reported,
@@ -290,7 +295,8 @@ def _first_known(*times_ns: int | None) -> int | None:
 def _to_load(times: _Times, last: WorkerSpans | None) -> tuple[Span, ...]:
     """From the prompt's end until the last worker had its order, or the consumer went on without a load."""
     wait = _spans(
-        (Phase.ROUTER, times.given, times.arrived),
+        (Phase.ROUTER, times.given if times.asked is None else None, times.arrived),
+        (Phase.PREFIX_QUERY, times.asked, times.arrived),
         (
             Phase.DECODE_QUEUE,
             times.arrived,

@@ -109,6 +109,7 @@ class LocalEngine:
         left_out: number of a prompt's last tokens that the producer does not compute.
         takes_turns: whether its prefills read the last turn of a conversation from decoders.
         offers_turns: whether it offers its answers for the next turn.
+        pulls_prefixes: whether it may read the first parts of prompts from engines that have them, see `asks_prefixes`.
         media_scope: see `_media_scope`.
         adapters: the contents of its LoRA adapters.
         weights: the version of its weights, if they were updated.
@@ -127,6 +128,7 @@ class LocalEngine:
     is_consumer: bool
     takes_turns: bool
     offers_turns: bool
+    pulls_prefixes: bool = False
     media_scope: str = ""
     adapters: Adapters = field(default_factory=Adapters, repr=False, compare=False)
     weights: RunningWeights = field(
@@ -171,6 +173,9 @@ class LocalEngine:
             is_consumer=transfer.is_kv_consumer,
             takes_turns=has_turns and transfer.is_kv_producer,
             offers_turns=can_offer and transfer.is_kv_consumer,
+            # With the policy `fail` a load that fails ends its request, and none may fail because of a prefix.
+            pulls_prefixes=config.prefix_pulls == "auto"
+            and transfer.kv_load_failure_policy == "recompute",
             media_scope=_media_scope(vllm_config, boot),
             adapters=Adapters.from_vllm_config(vllm_config),
             boot=boot,
@@ -197,6 +202,11 @@ class LocalEngine:
     def reads(self) -> bool:
         """Whether it reads other engines' blocks."""
         return self.is_consumer or self.takes_turns
+
+    @property
+    def asks_prefixes(self) -> bool:
+        """Whether it asks other engines for the first parts of prompts."""
+        return self.pulls_prefixes and self.reads and not self.needs_whole_prompts
 
     @property
     def is_all_or_nothing(self) -> bool:
@@ -314,6 +324,15 @@ def block_spans(kv_cache_config: KVCacheConfig, dcp: int) -> tuple[int, ...]:
         ranks = dcp if spec.dcp_sharded else 1
         spans.append(spec.block_size * ranks)
     return tuple(spans)
+
+
+def token_bytes(kv_cache_config: KVCacheConfig) -> float:
+    """The bytes of one more token in a worker's cache, of all transferred groups. A window counts as if it grew."""
+    total = 0.0
+    for group in kv_cache_config.transfer_groups:
+        spec = group.kv_cache_spec
+        total += len(group.layer_names) * spec.page_size_bytes / spec.block_size
+    return total
 
 
 def row_blocks(

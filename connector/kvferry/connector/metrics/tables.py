@@ -73,6 +73,28 @@ RECOMPUTE_REASONS = (
     "blocks_pinned",
     "reset",
 )
+PREFIX_REASONS = (
+    "invalid_source",
+    "host_not_allowed",
+    "local_engine",
+    "too_many_queries",
+    "below_threshold",
+    "local_hit",
+    "no_prefix",
+    "no_lease",
+    "prefix_off",
+    "no_answer",
+    "too_late",
+    "invalid_answer",
+    "other_prompt",
+    "lease_in_use",
+    "lease_over",
+    "window_edge",
+    "not_wanted",
+    "load_failed",
+    "blocks_pinned",
+    "reset",
+)
 STREAM_REFUSALS = ("rows", "engine", "consumer", "window")
 RELEASE_WAYS = (
     "done",
@@ -118,6 +140,26 @@ COUNTERS: Mapping[str, Metric] = {
     ),
     "turn_loads": Metric(
         "kvferry_turn_loads", "Loads that read a last turn from its decoder."
+    ),
+    "prefix_loads": Metric(
+        "kvferry_prefix_loads",
+        "Loads that read the first part of a prompt from an engine that had it in its cache.",
+    ),
+    "prefix_tokens_loaded": Metric(
+        "kvferry_prefix_tokens_loaded", "Tokens of such loads that were good."
+    ),
+    "prefix_queries": Metric(
+        "kvferry_prefix_queries",
+        "Prompts for whose first part other engines were asked.",
+    ),
+    "prefixes_found": Metric(
+        "kvferry_prefixes_found", "Prompts of which one had enough, in time."
+    ),
+    "prefixes_not_pulled": Metric(
+        "kvferry_prefixes_not_pulled",
+        "Prompts whose first part was computed here although sources of it were named, or were configured.",
+        "reason",
+        PREFIX_REASONS,
     ),
     "planned_bytes": Metric(
         "kvferry_planned_bytes",
@@ -399,6 +441,16 @@ HISTOGRAMS: Mapping[str, Metric] = {
     "order_wait_s": Metric(
         "kvferry_order_wait_seconds",
         "Time from a prompt's arrival until its load was ordered: it waits for blocks, or for a step.",
+        buckets=_SECONDS,
+    ),
+    "prefix_wait_s": Metric(
+        "kvferry_prefix_wait_seconds",
+        "Time for which a prompt waited to hear who had its first part.",
+        buckets=_SECONDS,
+    ),
+    "prefix_saved_s": Metric(
+        "kvferry_prefix_saved_seconds",
+        "Time that a good load of a prefix took less than computing it would have, by the estimate.",
         buckets=_SECONDS,
     ),
     "queue_s": Metric(

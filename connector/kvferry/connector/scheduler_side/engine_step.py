@@ -27,7 +27,13 @@ from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.protocol.orders import encode_head, encode_orders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import IN_FLIGHT, RemotePromptState
+from kvferry.scheduler.consumer.pull_estimate import PullEstimate, StepPace
+from kvferry.scheduler.consumer.remote_prompt import (
+    IN_FLIGHT,
+    PromptKind,
+    RemotePrompt,
+    RemotePromptState,
+)
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.step import next_orders
@@ -63,6 +69,8 @@ class EngineStep:
         monitor: EngineMonitor,
         tracing: SchedulerTracing,
         counters: Counters,
+        pace: StepPace,
+        estimate: PullEstimate,
     ) -> None:
         self._requests = requests
         self._life = life
@@ -80,15 +88,23 @@ class EngineStep:
         self._monitor = monitor
         self._tracing = tracing
         self._counters = counters
+        self._pace = pace
+        self._estimate = estimate
 
     def begin(
-        self, num_tokens: Mapping[str, int], preempted: Collection[str], *, loads: bool
+        self,
+        num_tokens: Mapping[str, int],
+        preempted: Collection[str],
+        *,
+        total: int,
+        loads: bool,
     ) -> FerryMetadata:
         """vLLM has scheduled a step: all changes since the last one, for the workers.
 
         Args:
             num_tokens: scheduled in this step, by request.
             preempted: requests whose blocks were freed since the last step, and may be other requests' in this one.
+            total: the sum of `num_tokens`, which vLLM knows.
             loads: whether another connector loads within this step.
         """
         self._tickets.scheduled(num_tokens, preempted, loads=loads)
@@ -96,6 +112,9 @@ class EngineStep:
         # Before eviction: after idling, messages that claim leases are still in the inbox.
         self._channel.receive()
         wants_report = self._steps.begin()
+        ended = self._pace.begin(num_tokens, total, time.monotonic())
+        if ended is not None:
+            self._estimate.computed(*ended)
         self._eviction.evict()
         # After eviction, which may need what prefixes would take.
         computes = bool(num_tokens)
@@ -160,12 +179,26 @@ class EngineStep:
                 logger.debug("req=%s: its blocks are free", request_id)
         self._steps.reported(report.over)
 
+    def _measure_load(self, prompt: RemotePrompt, now_s: float) -> None:
+        ticket = prompt.source.kvferry
+        follows_prefill = ticket.stream_row is not None or ticket.opens_within_s > 0
+        load_s = now_s - prompt.ordered_s
+        if prompt.ordered_s and not follows_prefill:
+            producer = (prompt.source.remote_host, prompt.source.remote_port)
+            self._estimate.loaded(producer, prompt.loading_tokens, load_s, now_s)
+        if prompt.kind is PromptKind.PREFIX:
+            computing_s = self._estimate.compute_s(prompt.loading_tokens)
+            self._counters.add("prefix_tokens_loaded", amount=prompt.loading_tokens)
+            self._counters.sample("prefix_saved_s", max(0.0, computing_s - load_s))
+
     def _end_load(self, request_id: str, *, is_good: bool) -> None:
         self._tracing.reported(request_id, good=is_good)
         if is_good:
             prompt = self._loads.loaded(request_id)
             if prompt is not None:
-                self._counters.sample("handover_s", time.monotonic() - prompt.offered_s)
+                now_s = time.monotonic()
+                self._counters.sample("handover_s", now_s - prompt.offered_s)
+                self._measure_load(prompt, now_s)
             return
         prompt = self._loads.failed(request_id)
         if prompt is not None and prompt.state is RemotePromptState.FAILED:

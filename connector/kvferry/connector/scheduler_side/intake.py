@@ -1,9 +1,11 @@
 """Request intake: checks the params of a new request and decides how it is served.
 
-    do_remote_decode                a prefill for another engine: it is to have a lease; a turn's source may be named
+    do_remote_decode                a prefill for another engine: it is to have a lease; a turn's source may be named,
+                                    or one of its prefix, see `prefix_intake.py`
     do_remote_prefill with blocks   a remote prompt: compared by digests, and offered to the consumer's ledger
     do_remote_prefill without       a named prompt: its producer is asked for the ticket, see `answered`
-    none, or foreign ones           served without a transfer
+    none                            computed here; its prefix may be read from elsewhere
+    foreign ones                    served without a transfer
 
 Whatever is wrong with params, the request is served: computed here, counted by reason, and logged.
 """
@@ -21,6 +23,7 @@ from kvferry.connector.scheduler_side.params_builder import (
     leave_out,
     prompt_of,
 )
+from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
 from kvferry.connector.scheduler_side.prompt_queries import (
     PromptQueries,
     Settled,
@@ -44,6 +47,7 @@ from kvferry.protocol.params_reader import (
 )
 from kvferry.protocol.prompt_queries import request_key
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.remote_prompt import PromptKind
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -62,6 +66,7 @@ class RequestIntake:
         trusted: the hosts that params may name.
         queries: for prompts whose producers must be asked.
         directory: prompts that other engines may ask for.
+        pulls: asks for the beginnings of the prompts that are computed here.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class RequestIntake:
         tracing: SchedulerTracing,
         queries: PromptQueries,
         directory: PromptDirectory,
+        pulls: PrefixIntake,
     ) -> None:
         self._local = local
         self._leases = leases
@@ -83,6 +89,7 @@ class RequestIntake:
         self._tracing = tracing
         self._queries = queries
         self._directory = directory
+        self._pulls = pulls
 
     def receive(self, entry: EngineRequest) -> None:
         """Read the request's params before vLLM does, and remove unusable ones."""
@@ -92,11 +99,14 @@ class RequestIntake:
         try:
             params = read_params(request.kv_transfer_params, request.num_prompt_tokens)
             if isinstance(params, RemoteDecode):
-                self._accept_prefill(entry)
+                if self._accept_prefill(entry):
+                    self._pulls.arrived(entry)
             elif isinstance(params, NamedPrefill):
                 self._accept_named_prompt(entry, params)
             elif params is not None:
                 self._accept_remote_prompt(entry, params)
+            else:
+                self._pulls.arrived(entry)
         except ForeignParams as foreign:
             self._compute_here(request, "foreign_params", str(foreign))
         except InvalidParams as invalid:
@@ -232,7 +242,8 @@ class RequestIntake:
 
     # Prefills for other engines.
 
-    def _accept_prefill(self, entry: EngineRequest) -> None:
+    def _accept_prefill(self, entry: EngineRequest) -> bool:
+        """Prefill it for another engine. Returns whether its beginning may be read from elsewhere: no turn is."""
         request = entry.request
         # Before the last tokens are left out: a consumer queries the prompt with all of it.
         num_tokens = request.num_prompt_tokens
@@ -251,19 +262,20 @@ class RequestIntake:
             self._compute_here(
                 request, "wrong_role", "this engine is no producer (kv_role)"
             )
-            return
+            return False
         if not can_share:
             self._counters.add("prefills_kept")
             logger.info(
                 "req=%s cannot be decoded elsewhere, and is served without params",
                 request.request_id,
             )
-            return
+            return True
         self._tracing.prefill_arrived(request)
         logger.debug("req=%s is to be decoded elsewhere", request.request_id)
         turn = read_turn(request.kv_transfer_params or {}, num_tokens)
         if turn is not None:
             self._accept_turn(entry, turn)
+        return turn is None
 
     def _can_share(self, request: Request) -> bool:
         """True if the prompt's cache will be usable elsewhere; then its last tokens are left out where they must be."""
@@ -278,7 +290,7 @@ class RequestIntake:
         elif not self._may_connect(entry.request, turn.remote_host):
             return
         elif self._local.takes_turns:
-            self._accept_remote_prompt(entry, turn, is_turn=True)
+            self._accept_remote_prompt(entry, turn, PromptKind.TURN)
         else:
             if self._local.is_consumer:
                 self._loads.decline(turn)
@@ -314,13 +326,16 @@ class RequestIntake:
             self._compute_here(request, "not_wanted", detail)
 
     def _accept_remote_prompt(
-        self, entry: EngineRequest, source: RemotePrefill, *, is_turn: bool = False
+        self,
+        entry: EngineRequest,
+        source: RemotePrefill,
+        kind: PromptKind = PromptKind.HANDOVER,
     ) -> None:
         request = entry.request
         if self._local.is_named_by(source):
             self._keep_own(entry, source)
         prompt = self._prompt_to_compare(
-            request, source, source.remote_num_tokens, is_turn=is_turn
+            request, source, source.remote_num_tokens, kind
         )
         if prompt is None:
             return
@@ -330,8 +345,9 @@ class RequestIntake:
             request.kv_transfer_params = without_transfer(request.kv_transfer_params)
             return
         shared = shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens)
-        self._offer(request, source, shared, is_turn=is_turn)
-        if self._local.offers_turns and not is_turn and not request.resumable:
+        self._offer(request, source, shared, kind)
+        is_handover = kind is PromptKind.HANDOVER
+        if self._local.offers_turns and is_handover and not request.resumable:
             self._expect_another_turn(request)
 
     def _prompt_to_compare(
@@ -339,15 +355,14 @@ class RequestIntake:
         request: Request,
         source: NamedPrefill | RemotePrefill,
         num_tokens: int,
-        *,
-        is_turn: bool = False,
+        kind: PromptKind = PromptKind.HANDOVER,
     ) -> Prompt | None:
         """The prompt, to be compared with the producer's; None if it cannot be loaded from there, and is computed here.
 
         Args:
             num_tokens: as for `prompt_of`.
         """
-        if not is_turn and not self._local.is_consumer:
+        if kind is PromptKind.HANDOVER and not self._local.is_consumer:
             self._compute_here(
                 request, "wrong_role", "this engine is no consumer (kv_role)"
             )
@@ -389,7 +404,11 @@ class RequestIntake:
         return is_intended
 
     def _offer(
-        self, request: Request, source: RemotePrefill, num_shared: int, *, is_turn: bool
+        self,
+        request: Request,
+        source: RemotePrefill,
+        num_shared: int,
+        kind: PromptKind,
     ) -> None:
         is_all_or_nothing = self._local.is_all_or_nothing
         ends_elsewhere = source.remote_num_tokens != request.num_prompt_tokens
@@ -406,7 +425,7 @@ class RequestIntake:
             return
         num_shared = min(num_shared, request.num_prompt_tokens)
         refused = self._loads.offer(
-            request.request_id, source, num_shared, time.monotonic(), is_turn=is_turn
+            request.request_id, source, num_shared, time.monotonic(), kind=kind
         )
         if refused is not None:
             detail = (

@@ -1,7 +1,10 @@
-"""Requests whose prompts are being prefilled on another engine: each waits for the answer to its query.
+"""Requests whose prompts are being prefilled on another engine, or may begin as one that another engine has: each
+waits for answers.
 
     intake ─ start ─► PendingQueries ──commands──► QueryClient ══side channel══► producers
     intake ◄─take── _Answers ◄─────on_answer──── (its thread)
+    prefix intake ─ search ─► PrefixSearches ──commands──► QueryClient ══side channel══► who may have the prefix
+    prefix intake ◄─take_found── _found ◄──────on_found── (its thread)
 
 vLLM asks a connector in every step how many tokens it can load for a waiting request, as long as the connector does not
 know. So a waiting query costs a prefix lookup a step, unless its request is parked (`parking.py`), and a step, unless
@@ -10,22 +13,29 @@ the engine's loop waits for the answers (`steps.py`).
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
-from itertools import islice
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from itertools import count, islice
 from typing import NamedTuple
 
 from kvferry.connector.scheduler_side.parking import Parking
 from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
 from kvferry.connector.vllm.loop import EngineLoop
-from kvferry.link.query_commands import SETTLING, Producer
+from kvferry.link.query_commands import SETTLING, Producer, QueryCommand
 from kvferry.protocol.digests import Prompt, digest_chain
-from kvferry.protocol.params import NamedPrefill
+from kvferry.protocol.errors import InputError
+from kvferry.protocol.params import NamedPrefill, RemotePrefill
+from kvferry.protocol.params_reader import decode_params
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, request_key
 from kvferry.scheduler.consumer.pending_queries import PendingQueries
 from kvferry.scheduler.consumer.pending_query import PendingQuery
+from kvferry.scheduler.consumer.prefix_search import PrefixSearch
+from kvferry.scheduler.consumer.prefix_searches import PrefixSearches
+
+logger = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 32
 """Most answers, and most queries that are given up, in one call of `take`; the others are for the next calls. Clients
@@ -100,6 +110,7 @@ class PromptQueries:
 
     Attributes:
         queries: open ones.
+        searches: for prefixes, open ones.
         recomputes: as given.
     """
 
@@ -111,7 +122,9 @@ class PromptQueries:
         recomputes: bool,
         spans: tuple[int, ...] = (),
     ) -> None:
-        self.queries = PendingQueries(spans, requests.table)
+        numbers = count()
+        self.queries = PendingQueries(spans, requests.table, numbers)
+        self.searches = PrefixSearches(requests.table, numbers)
         self._requests = requests
         self.recomputes = recomputes
         self._failing_in_next_step: list[str] = []
@@ -119,11 +132,23 @@ class PromptQueries:
         self._parking = Parking()
         self._lock = threading.Lock()
         self._answers = _Answers()
+        # One for each engine that a search asks, two at most.
+        self._found: deque[tuple[Producer, Answer]] = deque()
 
     @property
     def has_answers(self) -> bool:
-        """True if there is more to `take` at once."""
-        return len(self._answers) > 0
+        """True if there is more to `take`, or to `take_found`, at once."""
+        return len(self._answers) > 0 or len(self._found) > 0
+
+    @property
+    def num_waiting(self) -> int:
+        """The requests that wait for an answer."""
+        return len(self.queries) + len(self.searches)
+
+    def next_s(self) -> float | None:
+        """A time before which no query and no search is given up; None if none is open."""
+        times_s = (self.queries.next_s(), self.searches.next_s())
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def on_answer(self, producer: Producer, answer: Answer) -> None:
         """Called on the side channel's thread."""
@@ -134,6 +159,17 @@ class PromptQueries:
         # often as producers repeat themselves.
         if is_first:
             self._loop.notify()
+
+    def on_found(self, producer: Producer, answer: Answer) -> None:
+        """Called on the side channel's thread."""
+        is_first = not self._found
+        self._found.append((producer, answer))
+        if is_first:
+            self._loop.notify()
+
+    def wait_for_search(self, entry: EngineRequest) -> None:
+        """A search for the prefix of a request has begun."""
+        self._parking.enter(entry)
 
     def start(self, entry: EngineRequest, source: NamedPrefill, prompt: Prompt) -> bool:
         """Ask for the whole prompt of a request. False if too many queries are open."""
@@ -155,6 +191,7 @@ class PromptQueries:
     def ended(self, entry: EngineRequest) -> None:
         """The request has ended, or does not wait any more; answered or not."""
         self.queries.finished(entry.request_id)
+        self.searches.end(entry.request_id)
         self._parking.leave(entry)
 
     def fail(self, entry: EngineRequest) -> None:
@@ -172,6 +209,10 @@ class PromptQueries:
         # that vLLM does not know of would end the engine.
         if num_external_tokens:
             self._failing_in_next_step.append(entry.request_id)
+
+    def take_commands(self) -> tuple[QueryCommand, ...]:
+        """Commands for the side channel since the last call, in order."""
+        return self.queries.take_commands() + self.searches.take_commands()
 
     def take_failing(self) -> tuple[str, ...]:
         """The requests for the workers to report as failed in the step that begins."""
@@ -196,6 +237,50 @@ class PromptQueries:
                 yield self._settled(query, answer)
         for query in islice(self.queries.give_up(now_s), MOST_AT_ONCE):
             yield self._settled(query, None)
+
+    def take_found(self, wait_s: Callable[[int], float]) -> Iterator[PrefixSearch]:
+        """Take the searches that were settled since the last call, at most `MOST_AT_ONCE` of each kind.
+
+        Args:
+            wait_s: how long a request may wait for so many tokens more.
+        """
+        searches = self.searches
+        if not self._found and not len(searches):
+            return
+        now_s = time.monotonic()
+        for _ in range(min(len(self._found), MOST_AT_ONCE)):
+            producer, answer = self._found.popleft()
+            reason = answer.reason
+            ticket: RemotePrefill | None = None
+            if is_ticket(answer):
+                try:
+                    # Bounded by the prompt: on this thread an answer must not take long, whoever sends it.
+                    most_tokens = searches.most_tokens(answer.number)
+                    ticket = decode_params(answer.params, most_tokens)
+                except InputError as invalid:
+                    logger.warning(
+                        "an answer of %s:%d cannot be used: %s", *producer, invalid
+                    )
+                    reason = "invalid_answer"
+            search = searches.answered(
+                producer,
+                answer.number,
+                answer.progress,
+                now_s,
+                reason=reason,
+                ticket=ticket,
+                wait_s=wait_s,
+            )
+            if search is not None:
+                yield self._left(search)
+        for search in islice(searches.give_up(now_s), MOST_AT_ONCE):
+            yield self._left(search)
+
+    def _left(self, search: PrefixSearch) -> PrefixSearch:
+        entry = self._requests.find(search.request_id)
+        if entry is not None:
+            self._parking.leave(entry)
+        return search
 
     def _settled(self, query: PendingQuery, answer: Answer | None) -> Settled:
         entry = self._requests.find(query.request_id)

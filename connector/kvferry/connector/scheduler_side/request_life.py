@@ -16,6 +16,7 @@ from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.block_demand import BlockDemand
 from kvferry.connector.scheduler_side.intake import RequestIntake
+from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
 from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
@@ -59,6 +60,7 @@ class RequestLife:
         leases: ProducerLedger,
         loads: ConsumerLedger,
         intake: RequestIntake,
+        pulls: PrefixIntake,
         queries: PromptQueries,
         admission: Admission,
         demand: BlockDemand,
@@ -75,6 +77,7 @@ class RequestLife:
         self._leases = leases
         self._loads = loads
         self._intake = intake
+        self._pulls = pulls
         self._queries = queries
         self._admission = admission
         self._demand = demand
@@ -93,8 +96,10 @@ class RequestLife:
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens beyond the local prefix hit that can be loaded; None makes vLLM ask again in the next step."""
         entry = self._requests.enter(request)
+        # First: nobody waits to hear of what is here already.
+        self._pulls.looked_at(entry, num_local_tokens)
         self._wait_for_answer(entry)
-        if entry.record.query is not None:
+        if entry.record.waits_for_answer:
             return None
         if entry.must_fail:
             return 1
@@ -199,14 +204,15 @@ class RequestLife:
         """Apply the answers to queries: their requests load with the ticket, or are computed here."""
         for settled in self._queries.take():
             self._intake.answered(settled, self._requests.find(settled.request_id))
+        self._pulls.take()
         self._channel.flush()
 
     def _wait_for_answer(self, entry: EngineRequest) -> None:
         """Take answers, and wait for one to this request as long as the engine has nothing else to do."""
-        if entry.record.query is None:
+        if not entry.record.waits_for_answer:
             return
         self.take_answers()
-        while entry.record.query is not None:
+        while entry.record.waits_for_answer:
             if not self._steps.wait_for_answers(len(self._requests)):
                 return
             self.take_answers()
@@ -241,7 +247,8 @@ class RequestLife:
             )
         self._loads.allocated(prompt.request_id, num_external_tokens, local_blocks)
         if was_offered and prompt.state is RemotePromptState.LOADING:
-            self._counters.sample("order_wait_s", time.monotonic() - prompt.offered_s)
+            prompt.ordered_s = time.monotonic()
+            self._counters.sample("order_wait_s", prompt.ordered_s - prompt.offered_s)
 
     def _end_turn_while_draining(self, entry: EngineRequest) -> None:
         """An engine that shuts down offers no answers any more: nobody will come for them."""

@@ -15,7 +15,7 @@ from kvferry.connector.engine.facts import (
     sibling_ports,
     uses_host_buffer,
 )
-from kvferry.connector.engine.local_engine import LocalEngine
+from kvferry.connector.engine.local_engine import LocalEngine, token_bytes
 from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.block_demand import BlockDemand
 from kvferry.connector.scheduler_side.drain import Drain
@@ -24,6 +24,7 @@ from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
+from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
 from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.request_life import RequestLife
@@ -38,7 +39,9 @@ from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.link.load_notifier import LoadListener
 from kvferry.link.secrets import secrets_from_environment
+from kvferry.protocol.hosts import address_of
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.pull_estimate import PullEstimate, StepPace
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
@@ -64,6 +67,7 @@ class SchedulerSide:
         leases, loads: the two ledgers.
         blocks: the engine's, once vLLM has bound its KV cache manager.
         queries: for prompts whose producers must be asked.
+        pulls: prefixes of other engines: whom to ask for them, and what to load.
         tickets: for prompts and turns of this engine.
         prefix_cache: what other engines may find in it, once vLLM has bound its KV cache manager.
         prefixes: the leases of what they have found.
@@ -128,15 +132,35 @@ class SchedulerSide:
             self.requests, loop, recomputes=recomputes, spans=spans
         )
         directory = PromptDirectory(sibling_ports(vllm_config), requests=table)
+        trusted = TrustedHosts(
+            allowed,
+            has_list=config.allowed_hosts is not None,
+            has_secret=bool(secrets),
+        )
+        estimate = PullEstimate(
+            token_bytes(kv_cache_config), config.prefix_pull_min_tokens
+        )
+        self.pulls = PrefixIntake(
+            local,
+            self.requests,
+            self.loads,
+            counters,
+            trusted,
+            self.tracing,
+            self.queries,
+            estimate,
+            tuple(map(address_of, config.prefix_sources)),
+        )
         self.intake = RequestIntake(
             local,
             self.leases,
             self.loads,
             counters,
-            TrustedHosts(allowed, has_list=config.allowed_hosts is not None),
+            trusted,
             self.tracing,
             self.queries,
             directory,
+            self.pulls,
         )
         builder = ParamsBuilder(
             local,
@@ -236,6 +260,7 @@ class SchedulerSide:
             leases=self.leases,
             loads=self.loads,
             intake=self.intake,
+            pulls=self.pulls,
             queries=self.queries,
             admission=admission,
             demand=self.demand,
@@ -270,6 +295,8 @@ class SchedulerSide:
             monitor=self.monitor,
             tracing=self.tracing,
             counters=counters,
+            pace=StepPace(max_steps),
+            estimate=estimate,
         )
 
     def bind(self, manager: KVCacheManager) -> None:

@@ -186,7 +186,7 @@ class SideChannel:
             if commands:
                 self.renewer.submit(commands)
         if self.query_client is not None:
-            query_commands = self.queries.queries.take_commands()
+            query_commands = self.queries.take_commands()
             if query_commands:
                 self.query_client.submit(query_commands)
 
@@ -216,6 +216,7 @@ class SideChannel:
             links,
             announced_id(self.local.boot, self.local.engine_id),
             self.queries.on_answer,
+            self.queries.on_found,
         )
         if config.prewarm_peers:
             self._prewarmer = PeerPrewarmer(

@@ -223,7 +223,7 @@ class Steps:
 
     def _wait(self, num_others: int) -> bool:
         """Wait if all of the other requests wait for answers. Returns whether there may be answers to take."""
-        if not self.may_wait or num_others > len(self._queries.queries):
+        if not self.may_wait or num_others > self._queries.num_waiting:
             return False
         now_s = time.monotonic()
         if self._wait_until_s is None:
@@ -232,7 +232,7 @@ class Steps:
         if now_s >= self._wait_until_s:
             return False
         until_s = self._wait_until_s
-        next_query_s = self._queries.queries.next_s()
+        next_query_s = self._queries.next_s()
         if next_query_s is not None:
             until_s = min(until_s, next_query_s)
         if self._queries.has_answers or until_s <= now_s:

@@ -38,6 +38,8 @@ from kvferry.trace.events import (
     PrefillArrived,
     PrefillScheduled,
     PrefillStep,
+    PrefixAsked,
+    PrefixNotPulled,
     ProcessRole,
     Recomputed,
     TracedLease,
@@ -106,6 +108,16 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
             is_early=ticket.opens_within_s > 0,
             traceparent=_traceparent(request),
         )
+
+    def prefix_asked(self, request: Request, tokens: int, num_sources: int) -> None:
+        """Other engines are asked for the first tokens of a prompt."""
+        self._record(
+            PrefixAsked, request.request_id, tokens=tokens, sources=num_sources
+        )
+
+    def prefix_not_pulled(self, request: Request, reason: str) -> None:
+        """They are computed here."""
+        self._record(PrefixNotPulled, request.request_id, reason=reason)
 
     def computed_here(self, request: Request, reason: str) -> None:
         """A prompt came with params that are not used; the request still has them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.stats import PrefillStats
@@ -25,6 +26,12 @@ _ENDED_WELL = frozenset(
         RequestStatus.FINISHED_REPETITION,
     )
 )
+
+
+def hint_actions(request: Request) -> Sequence[object]:
+    """The actions of the request's KV hints; none for a vLLM that has no hints."""
+    hints = getattr(request, "kv_hints", None)
+    return () if hints is None else hints.actions
 
 
 # Status.

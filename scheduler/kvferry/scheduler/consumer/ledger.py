@@ -25,12 +25,15 @@ from kvferry.scheduler.consumer.remote_prompt import (
     MAX_ENDED_LEASES,
     REMOTE_PROMPT_TRANSITIONS,
     EndedLeases,
+    PromptKind,
     RemotePrompt,
     RemotePromptEvent,
     RemotePromptState,
 )
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.requests import RequestTable
+
+_LOADS_OF_KIND = {PromptKind.TURN: "turn_loads", PromptKind.PREFIX: "prefix_loads"}
 
 
 class LoadObserver:
@@ -44,8 +47,8 @@ class ConsumerLedger:
     """All remote prompts of one engine.
 
     Args:
-        counters: counts `loads`, those of them that are of turns as `turn_loads`, by reason `local_recomputes`, and
-            `failed_requests`.
+        counters: counts `loads`, those of turns and of prefixes also as `turn_loads` and `prefix_loads`, by reason
+            `local_recomputes` and, for prefixes, `prefixes_not_pulled`, and `failed_requests`.
         recompute_threshold: fewer tokens of a turn than this are computed instead of loaded.
         pool: the engine's block pool, see `QuarantinedBlocks`.
         recomputes: whether vLLM computes the prompt of a failed load; otherwise the request fails.
@@ -118,9 +121,13 @@ class ConsumerLedger:
         shared_tokens: int,
         now_s: float,
         *,
-        is_turn: bool = False,
+        kind: PromptKind = PromptKind.HANDOVER,
+        min_tokens: int = 0,
     ) -> str | None:
         """A request has arrived with usable params.
+
+        Args:
+            min_tokens: of a prefix; fewer missing tokens are computed instead.
 
         Returns:
             None when the request takes the lease; otherwise why it is computed here.
@@ -146,11 +153,12 @@ class ConsumerLedger:
             lease=lease,
             shared_tokens=shared_tokens,
             offered_s=now_s,
-            is_turn=is_turn,
+            kind=kind,
+            min_tokens=self._least_tokens(kind, min_tokens),
         )
         self._claims.add(lease.key)
         # From the request's arrival on: it may wait for its turn for longer than the lease lives.
-        self._commands.append(RenewLease(lease, at_once=is_turn))
+        self._commands.append(RenewLease(lease, at_once=kind is PromptKind.TURN))
         # The workers connect the producer while the request waits.
         self.prewarms.expect(Prewarm.from_params(source), now_s)
         return None
@@ -171,7 +179,7 @@ class ConsumerLedger:
         if prompt is None or prompt.state is not RemotePromptState.OFFERED:
             return 0
         prompt.local_tokens = local_tokens
-        if prompt.is_too_short(self.recompute_threshold):
+        if prompt.is_too_short:
             return 0
         return max(0, prompt.shared_tokens - local_tokens)
 
@@ -204,9 +212,11 @@ class ConsumerLedger:
         self._advance(prompt, RemotePromptEvent.LOAD)
         self.in_flight += 1
         self.loading += 1
+        prompt.loading_tokens = count
         self._counters.add("loads")
-        if prompt.is_turn:
-            self._counters.add("turn_loads")
+        also_counted = _LOADS_OF_KIND.get(prompt.kind)
+        if also_counted is not None:
+            self._counters.add(also_counted)
         self._orders.append(
             LoadOrder(
                 request_id=request_id,
@@ -364,15 +374,25 @@ class ConsumerLedger:
     def _load_nothing(self, prompt: RemotePrompt) -> None:
         was_offered = self._leave(prompt, RemotePromptEvent.DECLINE)
         is_in_cache = prompt.local_tokens >= prompt.shared_tokens
-        if not was_offered or is_in_cache:
+        if not was_offered:
             return
-        if prompt.is_too_short(self.recompute_threshold):
+        if is_in_cache:
+            if prompt.kind is PromptKind.PREFIX:
+                self._recompute(prompt, "local_hit")
+            return
+        if prompt.is_too_short:
             self._recompute(prompt, "below_threshold")
         else:
             self._recompute(prompt, "not_wanted")
 
+    def _least_tokens(self, kind: PromptKind, min_tokens: int) -> int:
+        return self.recompute_threshold if kind is PromptKind.TURN else min_tokens
+
     def _recompute(self, prompt: RemotePrompt, reason: str) -> None:
-        self._counters.add("local_recomputes", reason)
+        # Nobody has promised a prefix, so it is no fault of a handover that there is none.
+        is_prefix = prompt.kind is PromptKind.PREFIX
+        metric = "prefixes_not_pulled" if is_prefix else "local_recomputes"
+        self._counters.add(metric, reason)
         self.observer.recomputed(prompt, reason)
 
     def _end_claim(self, command: ForgetLease | ReleaseLease) -> None:

@@ -14,6 +14,7 @@ here.
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -47,6 +48,17 @@ class EndedLeases:
         self._keys.setdefault(key)
         if len(self._keys) > self._limit:
             self._keys.popitem(last=False)
+
+
+class PromptKind(enum.Enum):
+    """What is read of another engine."""
+
+    HANDOVER = "handover"
+    """A whole prompt, to be decoded here."""
+    TURN = "turn"
+    """The answer to the conversation's last turn, and its prompt; the rest is computed here."""
+    PREFIX = "prefix"
+    """The first part of a prompt, which that engine has for requests of its own; the rest is computed here."""
 
 
 class RemotePromptState(TableEnum):
@@ -104,9 +116,11 @@ class RemotePrompt:
     Attributes:
         source: the params that name it.
         offered_s: when it arrived, on a monotonic clock.
-        is_turn: the source is the answer to the conversation's last turn, and the rest is computed here.
+        min_tokens: fewer missing tokens are computed instead.
         shared_tokens: leading tokens of this prompt that the producer's blocks certainly hold.
         local_tokens: the local prefix hit of the last call of `matched_tokens`.
+        loading_tokens: those that were ordered to be loaded.
+        ordered_s: when, on a monotonic clock; 0 before that.
     """
 
     request_id: str
@@ -114,14 +128,17 @@ class RemotePrompt:
     lease: RemoteLease
     shared_tokens: int
     offered_s: float
-    is_turn: bool = False
+    kind: PromptKind = PromptKind.HANDOVER
+    min_tokens: int = 0
     state: RemotePromptState = RemotePromptState.OFFERED
     local_tokens: int = 0
+    loading_tokens: int = 0
+    ordered_s: float = 0.0
 
-    def is_too_short(self, threshold: int) -> bool:
-        """True if it is a turn that lacks fewer tokens than `threshold` here."""
-        num_lacking = self.shared_tokens - self.local_tokens
-        return self.is_turn and num_lacking < threshold
+    @property
+    def is_too_short(self) -> bool:
+        """True if it has fewer tokens that are missing here than are worth a load."""
+        return self.shared_tokens - self.local_tokens < self.min_tokens
 
     def __str__(self) -> str:
         return f"req={self.request_id}"
