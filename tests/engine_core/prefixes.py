@@ -89,7 +89,7 @@ class Asker:
 
 def params_of(node: Node, answer: Answer) -> RemotePrefill:
     params = decode_params(answer.params)
-    check_params_mac(params, side_of(node).channel.local.mac_key)
+    check_params_mac(params, side_of(node).channel.local.memory.mac_key)
     return params
 
 
