@@ -18,8 +18,9 @@ def memory_of(worker: FerryWorker) -> WorkerMemory:
 
 
 def thread_of(worker: FerryWorker) -> TransferThread:
-    assert worker._now is not None, "its memory is withdrawn"
-    return worker._now.thread
+    now = worker._now
+    assert now is not None, "its memory is withdrawn"
+    return now.thread
 
 
 def first_contact_of(worker: FerryWorker) -> FirstContact:

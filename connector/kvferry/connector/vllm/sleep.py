@@ -111,9 +111,7 @@ def _guard_backends() -> None:
         kind = get_backend_class(name)
         return type(f"Guarded{kind.__name__}", (_Guard, kind), {})
 
-    SleepModeBackendFactory.get_backend_class = staticmethod(  # type: ignore[method-assign,assignment]
-        get_guarded_class
-    )
+    SleepModeBackendFactory.get_backend_class = staticmethod(get_guarded_class)
 
 
 class _Guard:
