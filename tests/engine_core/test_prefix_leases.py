@@ -15,6 +15,7 @@ from kvferry.protocol.ids import SlotState, slot_word
 from kvferry.protocol.prompt_queries import PromptProgress
 from kvferry.scheduler.producer import deadlines
 from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
+from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
 from tests.engine_core.prefixes import (
     LONG,
     Asker,
@@ -287,6 +288,22 @@ def test_a_query_that_is_given_up_leaves_nothing(
             assert asker.receive().reason == "no_prefix"
         node.until(lambda: node.engine.is_whole and not node.must_step)
     assert not side_of(node).prefixes.needs_step
+
+
+def test_a_lease_that_is_given_up_before_its_ticket_is_sent_ends(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make("kv_both", **LONG)
+    compute(node, "own", PROMPT)
+    monkeypatch.setattr(PrefixDirectory, "changes", lambda directory: [])
+    with asking(node) as asker:
+        asker.send(query_of(PROMPT))
+        assert asker.receive().progress is PromptProgress.QUEUED
+        node.step()
+        assert held(node)
+        asker.give_up(1)
+        node.until(lambda: node.engine.is_whole)
+    node.until(lambda: node.engine.counted("prefixes_released", "release") == 1)
 
 
 def test_a_lease_that_nobody_renews_expires(

@@ -1,0 +1,167 @@
+"""The first tokens of a prompt, read from the engine that has them: both ends, vLLM's schedulers, real NIXL reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.scheduler.consumer.pull_estimate import PullEstimate
+from tests.engine_core.prefixes import LONG, compute, side_of
+from tests.harness.core import configs, node
+from tests.harness.core import scheduler as driver
+from tests.harness.core.node import Node, until
+from tests.harness.core.scheduler import tokens
+from tests.harness.core.toy_model import expected_tokens
+
+pytestmark = pytest.mark.slow
+
+PREFIX = tokens(1024, seed=3)
+PROMPT = [*PREFIX, *tokens(32, seed=4)]
+COUNT = 5
+ASKS = {"extra": {"allowed_hosts": ["127.0.0.1"], "prefix_pull_min_tokens": 1}}
+
+
+@pytest.fixture(autouse=True)
+def _is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy model computes a prompt sooner than an answer comes: requests wait as a large model's do."""
+    monkeypatch.setattr(PullEstimate, "wait_s", lambda *_: 3600.0)
+
+
+def source_of(answerer: Node) -> dict[str, Any]:
+    """As a router names it."""
+    return {
+        "remote_kv_source": {
+            "kv_request_id": "any",
+            "remote_host": "127.0.0.1",
+            "remote_port": answerer.port,
+        }
+    }
+
+
+def ask(
+    asker: Node,
+    answerer: Node,
+    prompt: list[int] = PROMPT,
+    name: str = "asked",
+    params: dict[str, Any] | None = None,
+) -> int:
+    """Answer a prompt whose beginning another engine may have. Returns the prompt's tokens that were computed."""
+    computed = 0
+    asker.engine.add(
+        name, prompt, {**source_of(answerer), **(params or {})}, max_tokens=COUNT
+    )
+    while asker.engine.answers[name].finish_reason is None:
+        computed += asker.step().computed.get(name, 0)
+        answerer.go_on()
+    expected = expected_tokens(prompt, COUNT, asker.window)
+    assert asker.engine.answers[name].tokens == expected
+    return computed - (COUNT - 1)
+
+
+def everything_is_over(*nodes: Node) -> None:
+    """Every lease is over and every block is free."""
+    until(nodes, lambda: all(one.engine.is_whole for one in nodes))
+    assert not any(len(side_of(one).leases) for one in nodes)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one worker": {},
+    "tp 2": {"tp": 2},
+    "overlapping steps": {"overlap": True},
+    "window": {"window": 48},
+}
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+def test_a_prefix_that_another_engine_has_is_loaded_from_it(
+    make: Any, config: dict[str, Any]
+) -> None:
+    answerer = make("kv_both", **LONG, **config)
+    asker = make("kv_both", **LONG, **ASKS, **config)
+    compute(answerer, "before", PREFIX, 2)
+    assert ask(asker, answerer) == len(PROMPT) - 1024
+    assert asker.engine.counted("prefix_tokens_loaded") == 1024
+    everything_is_over(answerer, asker)
+    assert answerer.engine.counted("prefixes_released", "done") == 1
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(16, 32), (32, 16), (16, 128)])
+def test_blocks_need_not_be_equal(
+    make: Any, monkeypatch: pytest.MonkeyPatch, theirs: int, ours: int
+) -> None:
+    def with_blocks_of(block_tokens: int, **config: Any) -> Node:
+        with monkeypatch.context() as changed:
+            for module in (configs, driver, node):
+                changed.setattr(module, "BLOCK_TOKENS", block_tokens)
+            made: Node = make("kv_both", **LONG, **config)
+            return made
+
+    answerer = with_blocks_of(theirs)
+    asker = with_blocks_of(ours, **ASKS)
+    compute(answerer, "before", PREFIX, 2)
+    assert ask(asker, answerer) == len(PROMPT) - 1024
+    everything_is_over(answerer, asker)
+
+
+def test_only_what_is_beyond_the_local_hit_is_loaded(make: Any) -> None:
+    answerer, asker = make("kv_both", **LONG), make("kv_both", **LONG, **ASKS)
+    compute(answerer, "before", PREFIX, 2)
+    compute(asker, "own", PREFIX[:512], 2)
+    assert ask(asker, answerer) == len(PROMPT) - 1024
+    block_bytes = asker.engine.block_bytes
+    assert asker.engine.counted("planned_bytes") == 512 // 16 * block_bytes
+    everything_is_over(answerer, asker)
+
+
+def test_a_turn_is_read_from_the_decoder_that_has_it(make: Any) -> None:
+    """Its prompt and its answer, which the decoder has generated."""
+    answerer, asker = make("kv_both", **LONG), make("kv_both", **LONG, **ASKS)
+    first = tokens(700, seed=6)
+    answer = compute(answerer, "turn", first, 330)
+    prompt = [*first, *answer, *tokens(40, seed=7)]
+    assert ask(asker, answerer, prompt) == len(prompt) - 1024
+    everything_is_over(answerer, asker)
+
+
+def test_who_has_nothing_costs_no_lease(make: Any) -> None:
+    answerer, asker = make("kv_both", **LONG), make("kv_both", **LONG, **ASKS)
+    compute(answerer, "before", tokens(1024, seed=9), 2)
+    assert ask(asker, answerer) == len(PROMPT)
+    assert answerer.engine.counted("prefixes_opened") == 0
+    everything_is_over(answerer, asker)
+
+
+def test_a_request_that_is_aborted_while_it_asks_leaves_no_lease(make: Any) -> None:
+    answerer, asker = make("kv_both", **LONG), make("kv_both", **LONG, **ASKS)
+    compute(answerer, "before", PREFIX, 2)
+    for steps in range(4):
+        asker.engine.add(f"gone{steps}", PROMPT, source_of(answerer), max_tokens=COUNT)
+        for _ in range(steps):
+            asker.step()
+            answerer.go_on()
+        asker.engine.abort(f"gone{steps}")
+    everything_is_over(answerer, asker)
+
+
+def test_a_prefix_that_is_rewritten_while_it_is_read_is_not_believed(
+    make: Any,
+) -> None:
+    """The lease is ended and its blocks are filled by others between the ticket and the load."""
+    answerer, asker = make("kv_both", **LONG), make("kv_both", **LONG, **ASKS)
+    compute(answerer, "before", PREFIX, 2)
+    asker.engine.add("asked", PROMPT, source_of(answerer), max_tokens=COUNT)
+    until((answerer,), lambda: answerer.engine.counted("prefixes_opened") == 1)
+    side_of(answerer).leases.release_all("evicted")
+    until((answerer,), lambda: answerer.engine.is_whole)
+    for seed in range(30, 38):
+        compute(answerer, f"other{seed}", tokens(1500, seed=seed))
+    until(
+        (asker, answerer),
+        lambda: asker.engine.answers["asked"].finish_reason is not None,
+    )
+    found = asker.engine.answers["asked"].tokens
+    assert found == expected_tokens(PROMPT, COUNT, 0)
+    assert asker.engine.counted("failed_loads") == 1
+    assert asker.engine.counted("prefix_tokens_loaded") == 0
+    everything_is_over(answerer, asker)
