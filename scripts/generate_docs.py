@@ -57,6 +57,9 @@ def pages() -> dict[Path, str]:
         "streaming.md": {
             name: drawings[name] for name in parts_of("streaming.md", "exchange")
         },
+        "prefix.md": {
+            name: drawings[name] for name in parts_of("prefix.md", "exchange")
+        },
         "cli.md": {"keys": short_form_keys(part("cli.md", "keys"))},
         "reliability.md": {"promises": promises()},
         "compatibility.md": {"pairs": pairs(part("compatibility.md", "pairs"))},
@@ -133,7 +136,10 @@ def promises() -> str:
             sentences = [test.removeprefix("test_").replace("_", " ") for test in tests]
             rows.append((number, f"`{path}`", "; ".join(sentences)))
         guards = [f"`{guard.key}`" for guard in GUARDS if number in guard.promises]
-        rows.append((number, "its [guards](#guards-switched-off)", ", ".join(guards)))
+        if guards:
+            rows.append(
+                (number, "its [guards](#guards-switched-off)", ", ".join(guards))
+            )
     return markdown.table("promise | file | tests that fail without it", rows)
 
 

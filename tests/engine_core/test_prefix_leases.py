@@ -27,6 +27,7 @@ from tests.engine_core.prefixes import (
 )
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
+from tests.promises import promise
 from tests.waiting import wait_until
 
 PROMPT = tokens(1056, seed=3)
@@ -334,6 +335,7 @@ def test_a_renewal_keeps_it_as_any_lease(make: Any) -> None:
     assert lease.deadline_s > leases.clock_s + 20
 
 
+@promise(9)
 def test_prefixes_have_their_share_of_the_cache(make: Any) -> None:
     node = make("kv_both", **{**LONG, "num_blocks": 400})
     for seed in (3, 4):
@@ -348,6 +350,7 @@ def test_prefixes_have_their_share_of_the_cache(make: Any) -> None:
         asker.ticket(query_of(tokens(1056, seed=4), 3))
 
 
+@promise(9)
 def test_prefixes_have_their_share_of_the_slots(make: Any) -> None:
     node = make("kv_both", **LONG, extra={"lease_slots": 8})
     compute(node, "own", PROMPT[:300])
@@ -357,6 +360,7 @@ def test_prefixes_have_their_share_of_the_slots(make: Any) -> None:
         assert asker.ask(query_of(PROMPT[:300], 3)).reason == "no_lease"
 
 
+@promise(9)
 def test_no_prefix_is_held_while_few_blocks_are_free(make: Any) -> None:
     node = make("kv_both", **{**LONG, "num_blocks": 160})
     node.engine.add("own", PROMPT[:300], max_tokens=1)
@@ -367,6 +371,7 @@ def test_no_prefix_is_held_while_few_blocks_are_free(make: Any) -> None:
         assert asker.ask(query_of(tokens(1900, seed=9))).reason == "no_lease"
 
 
+@promise(9)
 def test_the_engines_own_requests_do_not_wait_for_prefixes(make: Any) -> None:
     """They go as soon as an eighth of the blocks is not free."""
     node = make("kv_both", **{**LONG, "num_blocks": 160})

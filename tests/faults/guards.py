@@ -1,4 +1,4 @@
-"""The guards behind the eight promises, how each is switched off, and the tests that must then fail.
+"""The guards behind the nine promises, how each is switched off, and the tests that must then fail.
 
     KVFERRY_GUARD_OFF=mac python -m pytest -p tests.faults.guards_off tests/worker/engines/test_bad_orders.py
 
