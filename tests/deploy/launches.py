@@ -94,8 +94,12 @@ def built(folder: Path) -> list[dict[str, Any]]:
 
 
 @lru_cache
-def built_llm_d() -> list[dict[str, Any]]:
-    """The Deployments of llm-d's guide with kvferry in them; a stand-in for the guide, which a test cannot fetch."""
+def built_llm_d(*components: str) -> list[dict[str, Any]]:
+    """The Deployments of llm-d's guide with kvferry in them; a stand-in for the guide, which a test cannot fetch.
+
+    Args:
+        components: further ones than the overlay has.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "llm-d")
         shutil.copytree(DEPLOY / "llm-d", folder)
@@ -103,7 +107,13 @@ def built_llm_d() -> list[dict[str, Any]]:
         overlay = yaml.safe_load((folder / "kustomization.yaml").read_text())
         assert len(overlay["resources"]) == 1
         (folder / "kustomization.yaml").write_text(
-            yaml.safe_dump({**overlay, "resources": ["llm_d_guide.yaml"]})
+            yaml.safe_dump(
+                {
+                    **overlay,
+                    "resources": ["llm_d_guide.yaml"],
+                    "components": [*overlay["components"], *components],
+                }
+            )
         )
         return built(folder)
 
@@ -203,5 +213,10 @@ def systemd() -> Iterator[Launch]:
         )
 
 
-LAUNCHES = (*kubernetes(), *launches_of(built_llm_d(), "llm-d"), *systemd())
+LAUNCHES = (
+    *kubernetes(),
+    *launches_of(built_llm_d(), "llm-d"),
+    *launches_of(built_llm_d("prefixes"), "llm-d prefixes"),
+    *systemd(),
+)
 """All but Slurm's, which a test sees when it runs the script."""

@@ -37,6 +37,7 @@ MANIFESTS = built(KUBERNETES / "overlays" / "rdma")
 BUILT = {
     **{overlay: built(KUBERNETES / "overlays" / overlay) for overlay in OVERLAYS},
     "llm-d": built_llm_d(),
+    "llm-d prefixes": built_llm_d("prefixes"),
 }
 EVERY = [
     (overlay, manifest) for overlay, objects in BUILT.items() for manifest in objects
@@ -193,6 +194,28 @@ def test_kvferry_accepts_the_secret_as_it_is_mounted(
     file.write_text(secrets.token_hex(32))
     os.chmod(file, mode)
     assert len(read_secrets(str(file))) == 1
+
+
+def test_the_proxy_names_sources_by_the_port_of_their_side_channels() -> None:
+    """llm-d's proxy takes the host from the router's header, and the port from its own option."""
+    engines = {
+        name: pod for name, pod in ENGINES.items() if name.startswith("llm-d prefixes")
+    }
+    ports = set()
+    options: list[str] = []
+    for pod in engines.values():
+        (container,) = pod["containers"]
+        ports |= {
+            entry["value"]
+            for entry in container["env"]
+            if entry["name"] == "VLLM_NIXL_SIDE_CHANNEL_PORT"
+        }
+        for proxy in pod.get("initContainers", []):
+            options += proxy["args"]
+    assert len(engines) == 2
+    (port,) = ports
+    assert "--kv-connector=nixlv2" in options, "the only one with --enable-p2p-pull"
+    assert options[-2:] == ["--enable-p2p-pull", f"--p2p-connector-port={port}"]
 
 
 def allowed(policy: dict[str, Any], peer: dict[str, str], port: int) -> bool:

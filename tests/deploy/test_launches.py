@@ -73,9 +73,9 @@ def test_vllm_understands_every_engines_command_line() -> None:
 
 @by_source(ENGINES)
 def test_an_engine_has_the_role_of_its_pool(launch: Launch) -> None:
-    assert role_of(launch) == (
-        "kv_producer" if "prefill" in launch.source else "kv_consumer"
-    )
+    pool = "kv_producer" if "prefill" in launch.source else "kv_consumer"
+    both = launch.source.startswith("llm-d prefixes ")
+    assert role_of(launch) == ("kv_both" if both else pool)
 
 
 @by_source([*ROUTERS, *(launch for launch in DOCUMENTED if not launch.is_engine)])
