@@ -7,6 +7,7 @@ NIXL. What an answerer finds is tested in `test_prefix_pulls.py`.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,17 @@ import msgspec
 import pytest
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
+from kvferry.link import limits
+from kvferry.link.limits import Backoff
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_reader import read_params
 from kvferry.protocol.prefix_queries import PrefixQuery
 from kvferry.protocol.prompt_queries import Answer, PromptProgress
-from kvferry.scheduler.consumer.pull_estimate import PullEstimate
+from kvferry.scheduler.consumer.pull_estimate import (
+    ASSUMED_BYTES_S,
+    ASSUMED_TOKENS_S,
+    PullEstimate,
+)
 from kvferry.trace.events import Phase
 from kvferry.trace.reading import read_recording
 from kvferry.trace.summary import summarize
@@ -429,6 +436,7 @@ def test_an_answer_that_does_not_come_in_time_is_not_waited_for_and_is_given_bac
 def test_an_engine_that_was_silent_is_not_asked_again_at_once(
     make_asker: Any, make_answerer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(limits, "AVOID", Backoff(600.0, 600.0))
     wait_for(monkeypatch, 0.1)
     answerer = make_answerer(silent)
     asker = make_asker()
@@ -568,3 +576,16 @@ def test_a_turn_whose_history_is_on_its_decoder_goes_through_llm_ds_contract(
     params = asker.engine.answers["leg"].params
     source.decode("second", prompt, params, asker, count=COUNT)
     assert source.engine.counted("loads") == 1
+
+
+def test_both_speeds_are_measured_as_the_engine_goes(
+    make_asker: Any, source: Node
+) -> None:
+    asker = make_asker(max_step_tokens=128)
+    estimate = asker.engine.connector.scheduler_side.pulls.estimate
+    asker.decode("computed", tokens(500, seed=13), None, count=COUNT)
+    assert estimate.tokens_s() != ASSUMED_TOKENS_S
+    peer = ("127.0.0.1", source.port)
+    params = source.prefill("p", PROMPT)
+    asker.decode("loaded", PROMPT, params, source, count=COUNT)
+    assert estimate.bytes_s(peer, time.monotonic()) != ASSUMED_BYTES_S

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -51,6 +52,14 @@ from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill
 from kvferry.protocol.params_mac import check_params_mac, sign_params
 from kvferry.protocol.params_reader import decode_params, read_params, read_turn
 from kvferry.protocol.prefix_queries import FindPrefixes
+from kvferry.protocol.prefix_sources import (
+    FETCH,
+    MAX_SOURCES,
+    SOURCE_KEY,
+    PrefixSource,
+    read_hints,
+    read_sources,
+)
 from kvferry.protocol.prompt_queries import (
     Answers,
     Subscribe,
@@ -257,6 +266,45 @@ def mutated_params(data: bytes) -> None:
     assert repr(raw) == before, "the caller's object was changed"
 
 
+def mutated_sources(data: bytes) -> None:
+    """Sources of prefixes with hostile values in them, as routers name them in params and in hints."""
+    raw = mutate(Source(data), {SOURCE_KEY: [_NAMED, _NAMED], "hint": _HINTED})
+    if not isinstance(raw, dict):
+        return
+    hint = raw.get("hint")
+    if isinstance(hint, dict):
+        # vLLM has checked that an action is one, and nothing of its payload.
+        action = SimpleNamespace(**{**_HINTED, **hint, "action_type": FETCH})
+        actions = [action]
+    else:
+        actions = []
+    _check_sources(functools.partial(read_sources, raw))
+    _check_sources(functools.partial(read_hints, actions))
+
+
+def _check_sources(read: Callable[[], tuple[PrefixSource, ...]]) -> None:
+    try:
+        found = read()
+    except InvalidParams as refused:
+        check_refusal(refused)
+        return
+    assert len(found) <= MAX_SOURCES
+    for source in found:
+        assert 1 <= source.remote_port <= 65535
+        assert 1 <= len(source.remote_host) <= 512
+
+
+_NAMED = {"kv_request_id": "x", "remote_host": "10.1.2.3", "remote_port": 7777}
+_HINTED = {
+    "action_version": "1.0",
+    "payload": {
+        "source_control_endpoint": "tcp://10.1.2.3:7777",
+        "block_hashes": [1, 2],
+        "mode": "copy",
+    },
+}
+
+
 def mutated_description_json(data: bytes) -> None:
     """A valid description file with hostile values in it."""
     plain = mutate(
@@ -275,6 +323,7 @@ def mutated_description_json(data: bytes) -> None:
 _OTHERS = (
     params,
     mutated_params,
+    mutated_sources,
     mutated_description_json,
     digests,
     planning,

@@ -43,14 +43,14 @@ class Asker:
         self.links = PeerLinks(SideChannelClient((), ANY_HOST), Counters())
         self.found: list[tuple[Producer, Answer]] = []
         self.client = QueryClient(
-            self.links, "asker", self._unexpected, self._take_found
+            self.links, "asker", self._unexpected, self.take_found
         )
         self._threads: set[int] = set()
 
     def _unexpected(self, producer: Producer, answer: Answer) -> None:
         raise AssertionError(f"{producer} has answered a prompt query: {answer}")
 
-    def _take_found(self, producer: Producer, answer: Answer) -> None:
+    def take_found(self, producer: Producer, answer: Answer) -> None:
         self._threads.add(threading.get_ident())
         self.found.append((producer, answer))
 
@@ -257,9 +257,7 @@ def test_prompts_and_prefixes_are_queried_over_one_connection(
     asker: Asker, make: Callable[..., ScriptedAnswerer]
 ) -> None:
     one = make(over())
-    asker.client = QueryClient(
-        asker.links, "both", asker._take_found, asker._take_found
-    )
+    asker.client = QueryClient(asker.links, "both", asker.take_found, asker.take_found)
     prompt = PromptQuery(number=1, key="x", num_tokens=5, digest="0" * 32)
     asker.client.submit([StartQuery((HOST, one.port), prompt)])
     asker.search((HOST, one.port), number=2)

@@ -141,6 +141,13 @@ class PromptQueries:
         return len(self._answers) > 0 or len(self._found) > 0
 
     @property
+    def has_searches(self) -> bool:
+        """True if `take_found` may have something to do."""
+        # Most engines have none at most times, and this is asked twice a step.
+        searches = self.searches
+        return bool(self._found or searches.open or searches.unused)
+
+    @property
     def num_waiting(self) -> int:
         """The requests that wait for an answer."""
         return len(self.queries) + len(self.searches)
@@ -191,7 +198,8 @@ class PromptQueries:
     def ended(self, entry: EngineRequest) -> None:
         """The request has ended, or does not wait any more; answered or not."""
         self.queries.finished(entry.request_id)
-        self.searches.end(entry.request_id)
+        if entry.record.search is not None:
+            self.searches.end(entry.request_id)
         self._parking.leave(entry)
 
     def fail(self, entry: EngineRequest) -> None:
@@ -212,7 +220,10 @@ class PromptQueries:
 
     def take_commands(self) -> tuple[QueryCommand, ...]:
         """Commands for the side channel since the last call, in order."""
-        return self.queries.take_commands() + self.searches.take_commands()
+        commands = self.queries.take_commands()
+        if self.searches.commands:
+            commands += self.searches.take_commands()
+        return commands
 
     def take_failing(self) -> tuple[str, ...]:
         """The requests for the workers to report as failed in the step that begins."""
@@ -245,7 +256,7 @@ class PromptQueries:
             wait_s: how long a request may wait for so many tokens more.
         """
         searches = self.searches
-        if not self._found and not len(searches):
+        if not self.has_searches:
             return
         now_s = time.monotonic()
         for _ in range(min(len(self._found), MOST_AT_ONCE)):

@@ -97,7 +97,8 @@ class RequestLife:
         """Tokens beyond the local prefix hit that can be loaded; None makes vLLM ask again in the next step."""
         entry = self._requests.enter(request)
         # First: nobody waits to hear of what is here already.
-        self._pulls.looked_at(entry, num_local_tokens)
+        if entry.record.search is not None:
+            self._pulls.looked_at(entry, num_local_tokens)
         self._wait_for_answer(entry)
         if entry.record.waits_for_answer:
             return None
@@ -204,7 +205,8 @@ class RequestLife:
         """Apply the answers to queries: their requests load with the ticket, or are computed here."""
         for settled in self._queries.take():
             self._intake.answered(settled, self._requests.find(settled.request_id))
-        self._pulls.take()
+        if self._queries.has_searches:
+            self._pulls.take()
         self._channel.flush()
 
     def _wait_for_answer(self, entry: EngineRequest) -> None:

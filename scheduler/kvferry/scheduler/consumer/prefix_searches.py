@@ -76,27 +76,32 @@ class PrefixSearches:
     Args:
         requests: this engine's.
         numbers: of queries, which prompt queries have in common with these.
+
+    Attributes:
+        open: by the number of their query; only to be read.
+        unused: tickets that nobody takes, since the last `take_unused`; only to be read.
+        commands: for the side channel, since the last `take_commands`; only to be read.
     """
 
     def __init__(self, requests: RequestTable, numbers: Iterator[int]) -> None:
         self._requests = requests
         self._numbers = numbers
-        self._by_number: dict[int, PrefixSearch] = {}
+        self.open: dict[int, PrefixSearch] = {}
         self._timers: list[tuple[float, int]] = []  # a heap
         self._pauses = _Pauses()
         # What settled searches covered, for tickets that are on their way.
         self._late: OrderedDict[int, int] = OrderedDict()
-        self._unused: list[RemotePrefill] = []
-        self._commands: list[QueryCommand] = []
+        self.unused: list[RemotePrefill] = []
+        self.commands: list[QueryCommand] = []
 
     def __len__(self) -> int:
         """The number of requests that wait."""
-        return len(self._by_number)
+        return len(self.open)
 
     @property
     def is_full(self) -> bool:
         """True if no further search may begin."""
-        return len(self._by_number) >= MAX_SEARCHES
+        return len(self.open) >= MAX_SEARCHES
 
     def is_paused(self, producer: Producer, now_s: float) -> bool:
         """True if an engine has not answered a moment ago, and is not asked."""
@@ -104,7 +109,7 @@ class PrefixSearches:
 
     def most_tokens(self, number: int) -> int:
         """The tokens that a query covers, also a while after its search was settled; 0 if that is not known."""
-        search = self._by_number.get(number)
+        search = self.open.get(number)
         if search is not None:
             return search.most_tokens
         return self._late.get(number, 0)
@@ -138,12 +143,10 @@ class PrefixSearches:
             unanswered=set(asked),
             queued=set(),
         )
-        self._by_number[number] = search
+        self.open[number] = search
         record.search = search
         heapq.heappush(self._timers, (until_s, number))
-        self._commands.append(
-            StartSearch(number, asked, chain, most_tokens, min_tokens)
-        )
+        self.commands.append(StartSearch(number, asked, chain, most_tokens, min_tokens))
 
     def answered(
         self,
@@ -171,7 +174,7 @@ class PrefixSearches:
             self._pauses.answered(producer)
         else:
             self._pauses.failed(producer, now_s)
-        search = self._by_number.get(number)
+        search = self.open.get(number)
         if search is None or producer not in search.unanswered:
             self._leave_unused(ticket, search)
             return None
@@ -197,7 +200,7 @@ class PrefixSearches:
         """Settle the searches whose time is over."""
         while self._timers and self._timers[0][0] <= now_s:
             _, number = heapq.heappop(self._timers)
-            search = self._by_number.get(number)
+            search = self.open.get(number)
             if search is None or search.until_s > now_s:
                 continue
             for producer in search.unanswered - search.queued:
@@ -208,7 +211,7 @@ class PrefixSearches:
 
     def next_s(self) -> float | None:
         """A time before which `give_up` has nothing to do; None if nothing is open."""
-        while self._timers and self._timers[0][1] not in self._by_number:
+        while self._timers and self._timers[0][1] not in self.open:
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else None
 
@@ -221,19 +224,19 @@ class PrefixSearches:
 
     def take_unused(self) -> tuple[RemotePrefill, ...]:
         """Tickets since the last call that nobody takes."""
-        unused = tuple(self._unused)
-        self._unused.clear()
+        unused = tuple(self.unused)
+        self.unused.clear()
         return unused
 
     def take_commands(self) -> tuple[QueryCommand, ...]:
         """Commands for the side channel since the last call, in order."""
-        commands = tuple(self._commands)
-        self._commands.clear()
+        commands = tuple(self.commands)
+        self.commands.clear()
         return commands
 
     def snapshot(self) -> PrefixSearchesSnapshot:
         """What is open now."""
-        by_number = self._by_number
+        by_number = self.open
         return PrefixSearchesSnapshot(
             {number: search.request_id for number, search in by_number.items()},
             len(self._timers),
@@ -258,15 +261,15 @@ class PrefixSearches:
             return
         best = search.best if search is not None else None
         if best is None or best.kvferry.lease_epoch != ticket.kvferry.lease_epoch:
-            self._unused.append(ticket)
+            self.unused.append(ticket)
 
     def _settle(self, search: PrefixSearch) -> PrefixSearch:
-        del self._by_number[search.number]
+        del self.open[search.number]
         if search.unanswered:
             self._late[search.number] = search.most_tokens
             if len(self._late) > MAX_LATE:
                 self._late.popitem(last=False)
-        self._commands.append(StopQuery(search.number))
+        self.commands.append(StopQuery(search.number))
         record = self._requests.find(search.request_id)
         if record is not None and record.search is search:
             self._end_wait(record)
