@@ -8,10 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_config_from_groups,
-    get_kv_cache_configs,
-)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -22,6 +18,11 @@ from kvferry.connector.layout.sharding import Sharding
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.worker.caches import KvCaches
 from tests.harness.core.configs import vllm_config
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning  # 0.33
+except ImportError:
+    from vllm.v1.core import kv_cache_utils as planning
 
 PATTERNS = {
     "cpu_attn/vec": "columns",
@@ -58,7 +59,7 @@ def config_of(*groups: Any, layout: str = "LBHNC", num_blocks: int = 5) -> Any:
         ),
         attention_config=SimpleNamespace(hisparse_config=None),
     )
-    return get_kv_cache_config_from_groups(stub, list(groups), 1 << 24)
+    return planning.get_kv_cache_config_from_groups(stub, list(groups), 1 << 24)
 
 
 def views_of(
@@ -110,9 +111,13 @@ def configs_for(
     vllm = vllm_config("NixlConnector", module="kvferry.connector")
     vllm.cache_config.kv_cache_layout = layout
     vllm.cache_config.num_gpu_blocks_override = num_blocks
-    return get_kv_cache_configs(
-        vllm, [dict(specs) for specs in stages], [1 << 30] * len(stages)
-    )
+    specs = [dict(of_stage) for of_stage in stages]
+    # 0.33 groups the layers of the whole model first.
+    groups = []
+    if hasattr(planning, "get_global_kv_cache_groups"):
+        groups.append(planning.get_global_kv_cache_groups(vllm, specs))
+    memory = [1 << 30] * len(stages)
+    return planning.get_kv_cache_configs(vllm, specs, memory, *groups)
 
 
 def bytes_of(tensor: PagedTensor, block: int, head: int, token: int) -> Any:

@@ -91,7 +91,13 @@ def stand_in(
 
 
 def stand_in_mla(
-    latent: Any, rope: Any, kv_cache: Any, slots: Any, kv_cache_dtype: str, scale: Any
+    latent: Any,
+    rope: Any,
+    kv_cache: Any,
+    slots: Any,
+    kv_cache_dtype: str,
+    scale: Any,
+    skip_scale: bool = False,
 ) -> None:
     kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]] = torch.cat(
         [latent, rope], dim=1

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -352,3 +354,36 @@ def test_layers_that_share_a_base_address_in_different_shapes_are_both_described
         (5, 2, 32, 16), (1024, 16, 32, 1)
     )
     assert len(described(config, views, "gpu_rows").tensors) == 4
+
+
+@pytest.mark.skipif(
+    not hasattr(SlidingWindowSpec, "num_retained_tokens"),
+    reason="this vLLM's workers keep every entry of a window's block table",
+)
+@pytest.mark.parametrize("extra", [0, 2])
+def test_all_entries_of_a_windows_block_table_that_vllms_workers_keep_are_loaded(
+    extra: int,
+) -> None:
+    """0.33's second model runner nulls what lies further below a step's first position."""
+    spec = attention(
+        1, SlidingWindowSpec, sliding_window=64, extra_retained_tokens=extra
+    )
+    (reported,) = groups_of(config_of(group(spec)))
+    for position in range(300):
+        kept_from = max(0, position - spec.num_retained_tokens)
+        assert first_needed(reported, position) <= kept_from
+
+
+@pytest.mark.skipif(
+    "is_draft" not in {field.name for field in fields(FullAttentionSpec)},
+    reason="this vLLM does not mark the layers of drafters",
+)
+def test_layers_that_are_marked_as_a_drafters_are_carried_like_the_others() -> None:
+    def caches(**marked: bool) -> Any:
+        config = config_of(group(full(), "layers.0"), group(full(**marked), "draft.0"))
+        views = views_of(config)
+        tensors = described(config, views).tensors
+        lowest = min(tensor.base for tensor in tensors)
+        return [structs.replace(each, base=each.base - lowest) for each in tensors]
+
+    assert caches(is_draft=True) == caches()

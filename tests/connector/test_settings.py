@@ -715,6 +715,7 @@ OF_THE_ENGINE = {
         "observability_config",
         "logging_config",
         "profiler_config",
+        "watchdog_config",
         "kv_transfer_config",
         "kv_events_config",
     ),

@@ -20,7 +20,8 @@ TRANSFER = SimpleNamespace(
 )
 OTHERS = [
     "0.31.9",
-    "0.33.0",
+    "0.34.0",
+    "0.34.0rc1",
     "0.33.0rc1",
     "0.320.0",
     "1.32.0",
@@ -47,6 +48,8 @@ def asked_anew() -> Iterator[None]:
         "0.32.1rc1",
         "0.32.1.post1",
         "0.32.0+cu129.git12",
+        "0.33.0",
+        "0.33.1rc1",
     ],
 )
 def test_what_was_run_and_its_patches_start(
@@ -66,17 +69,17 @@ def test_any_other_version_stops_the_start_and_says_what_to_install(
         KVConnectorFactory.get_connector_class(TRANSFER)
     assert isinstance(refused.value, InvalidConfig)
     assert str(refused.value).startswith(
-        f"vLLM: version is {version!r}; expected >=0.32,<0.33"
+        f"vLLM: version is {version!r}; expected >=0.32,<0.34"
     )
-    assert "pip install 'vllm>=0.32,<0.33'" in str(refused.value)
+    assert "pip install 'vllm>=0.32,<0.34'" in str(refused.value)
     assert f"KVFERRY_ALLOW_VLLM={version} " in str(refused.value)
 
 
 def test_an_operator_may_try_one_version_and_is_warned(
     monkeypatch: pytest.MonkeyPatch, ferry_log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    monkeypatch.setenv("KVFERRY_ALLOW_VLLM", "0.33.0")
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    monkeypatch.setenv("KVFERRY_ALLOW_VLLM", "0.34.0")
     for _ in range(2):
         assert (
             KVConnectorFactory.get_connector_class(TRANSFER).__name__
@@ -87,16 +90,16 @@ def test_an_operator_may_try_one_version_and_is_warned(
     ] == [
         (
             "WARNING",
-            "vLLM 0.33.0 was never run with kvferry; KVFERRY_ALLOW_VLLM allows it",
+            "vLLM 0.34.0 was never run with kvferry; KVFERRY_ALLOW_VLLM allows it",
         )
     ]
 
 
-@pytest.mark.parametrize("allowed", ["0.33.1", "1", "true", ""])
+@pytest.mark.parametrize("allowed", ["0.34.1", "1", "true", ""])
 def test_what_allows_another_version_allows_only_that_one(
     allowed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
     monkeypatch.setenv("KVFERRY_ALLOW_VLLM", allowed)
     with pytest.raises(UnsupportedVllm):
         KVConnectorFactory.get_connector_class(TRANSFER)

@@ -97,8 +97,7 @@ def test_recipes_are_there_and_call_what_is_there() -> None:
 def test_the_workflow_runs_what_the_readme_names() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
-    (job,) = workflow["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert commands_of(workflow["jobs"]["tests"]) == [".ci/run"]
     named = [
         command.words[0]
         for command in typed("run_accuracy_test.sh", "test.sh")
@@ -110,6 +109,26 @@ def test_the_workflow_runs_what_the_readme_names() -> None:
         True,
         True,
     ]
+
+
+def test_every_night_the_contract_is_the_first_test_under_the_newest_vllm() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    # YAML takes `on` for a truth value.
+    assert workflow[True]["schedule"] == [{"cron": "23 4 * * *"}]
+    job = workflow["jobs"]["newest-vllm"]
+    assert "schedule" in job["if"]
+    newest, contract, *_ = [
+        command for command in commands_of(job) if "tests.next_vllm" in command
+    ]
+    assert newest.endswith("tests.next_vllm.build --newest")
+    assert contract.endswith("tests.next_vllm.run tests/engine_core/test_contract.py")
+    for path in re.findall(r"tests/\w+/\w+\.py", " ".join(commands_of(job))):
+        assert (ROOT / path).is_file(), path
+
+
+def commands_of(job: Any) -> list[str]:
+    """What a job of the workflow runs."""
+    return [step["run"] for step in job["steps"] if "run" in step]
 
 
 _SECRET = "umask 077; openssl rand -hex 32 > "

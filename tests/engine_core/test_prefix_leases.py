@@ -46,7 +46,9 @@ def release(node: Node, lease: ProducerLease) -> None:
 
 def words(node: Node, slot: int) -> int:
     (worker,) = node.ferry_workers
-    return int(worker.snapshot(30.0).leases.words.get(slot, 0))
+    snapshot = worker.snapshot(30.0)
+    assert snapshot is not None
+    return int(snapshot.leases.words.get(slot, 0))
 
 
 def test_a_prefix_that_is_cached_is_held_for_who_has_the_prompt(make: Any) -> None:
@@ -288,7 +290,7 @@ def test_a_query_that_is_given_up_leaves_nothing(
             asker.send(query_of(tokens(300), 9))  # its answer: the other one was read
             assert asker.receive().reason == "no_prefix"
         node.until(lambda: node.engine.is_whole and not node.must_step)
-    assert not side_of(node).prefixes.needs_step
+    assert not side_of(node).prefix_leases.needs_step
 
 
 def test_a_lease_that_is_given_up_before_its_ticket_is_sent_ends(

@@ -379,9 +379,9 @@ def test_waiting_for_pinned_blocks_is_reported_with_the_producer_to_blame(
 
 
 def _noting(call: Callable[..., Any], noted: list[str]) -> Callable[..., Any]:
-    def noting(request: Any) -> Any:
+    def noting(request: Any, *most_tokens: Any) -> Any:
         noted.append(request.request_id)
-        return call(request)
+        return call(request, *most_tokens)
 
     return noting
 

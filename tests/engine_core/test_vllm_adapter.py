@@ -36,7 +36,7 @@ def test_a_pool_that_does_not_keep_blocks_stops_the_start(
         changed.setattr(BlockPool, name, other)
         with pytest.raises(
             UnsupportedVllm,
-            match=r"KVCacheManager\.block_pool .* expected as in vLLM >=0\.32,<0\.33",
+            match=r"KVCacheManager\.block_pool .* expected as in vLLM >=0\.32,<0\.34",
         ):
             node.engine.connector.bind_kv_cache_manager(
                 node.engine.scheduler.kv_cache_manager

@@ -15,6 +15,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import EMPTY, Epoch, SlotState, slot_word
 from kvferry.protocol.notifications import Done
 from kvferry.scheduler.counters import Counters
+from kvferry.scheduler.producer.block_references import Reservation
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.lease_orders import LeaseOrders
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -162,9 +163,9 @@ class ProducerHistories(RuleBasedStateMachine):
         name = f"p{self.requests}"
         if self.leased == SLOTS:
             with pytest.raises(LocalProtocolError):
-                self.ledger.hold_prefix(name, (), (), is_computed=True)
+                self.ledger.hold_prefix(name, (), Reservation(), is_computed=True)
             return
-        held = self.ledger.hold_prefix(name, (), (), is_computed=True)
+        held = self.ledger.hold_prefix(name, (), Reservation(), is_computed=True)
         self.model[name] = Modelled(
             self.epochs,
             LeaseUse.PREFIX,
@@ -175,7 +176,7 @@ class ProducerHistories(RuleBasedStateMachine):
         )
         self.must_hold.add(name)
         with pytest.raises(LocalProtocolError):
-            self.ledger.hold_prefix(name, (), (), is_computed=True)
+            self.ledger.hold_prefix(name, (), Reservation(), is_computed=True)
 
     @precondition(lambda self: self.has("intended", "computing"))
     @rule(data=st.data())

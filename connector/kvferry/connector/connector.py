@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV connector.
 
-    Tested with vLLM 0.32, compared with the source of 0.33. A hook that only one of them calls has no effect in the
-    other. The hooks of a sleep are 0.33's; under 0.32 the adapter calls them (`connector/vllm/sleep.py`).
+    Tested with vLLM 0.32 and 0.33. A hook that only one of them calls has no effect in the other. The hooks of a sleep
+    are 0.33's; under 0.32 the adapter calls them (`connector/vllm/sleep.py`).
     """
 
     # vLLM reads this attribute to attribute the tokens of a load (`get_external_cache_hit_sources`).

@@ -193,9 +193,16 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):
         return not (self.alive or self.over or self.gauges or self.loads)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FerryWorkerMetadata:
+        """Add a later report, of other workers or of the same ones.
+
+        vLLM 0.33 passes on what the workers reported in a step that failed with the next step's reports: then there are
+        two of each worker, the failed step's first. What is a state is replaced, what is reported once is added.
+        """
         if isinstance(other, FerryWorkerMetadata):
             self.alive.update(other.alive)
-            self.over.update(other.over)
             self.gauges.update(other.gauges)
-            self.loads.update(other.loads)
+            for worker, ended in other.over.items():
+                self.over[worker] = self.over.get(worker, frozenset()) | ended
+            for worker, loads in other.loads.items():
+                self.loads[worker] = self.loads.get(worker, ()) + loads
         return self

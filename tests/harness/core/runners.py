@@ -3,7 +3,7 @@
 The runner itself (`v1/worker/gpu/model_runner.py`) needs a GPU. What stands between it and the connector is a small
 wrapper of vLLM's own (`v1/worker/gpu/kv_connector.py`), which runs anywhere: it is driven here in the order in which
 the runner calls it. In 0.33 the runner takes the results before the drafter runs and finalises the step afterwards;
-0.32's wrapper cannot do that, so that order is spelt out in `step_0_33`.
+0.32's wrapper cannot do that, so that order is spelt out for it in `step_0_33`.
 
 `FirstRunner` is the order of the first model runner, which CPU engines use, by vLLM's own mixin.
 """
@@ -94,6 +94,14 @@ class SecondRunner:
             if not output.total_num_scheduled_tokens:
                 return self._wrapper.no_forward(output).kv_connector_output
             self._forward(output, forward)
+            if hasattr(self._wrapper, "finalize_step"):
+                report = self._wrapper.post_forward(
+                    output.finished_req_ids, defer_finalize=True
+                )
+                drafter(output)
+                self._wrapper.finalize_step()
+                return report
+            # 0.32: the same calls of the connector.
             if self._wrapper._pending_load_kwargs is not None:
                 self._wrapper._start_load_kv()
             results = connector.get_transfer_results(output.finished_req_ids)

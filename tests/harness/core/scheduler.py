@@ -203,6 +203,20 @@ class SchedulerEngine:
         **request: Any,
     ) -> Any:
         """Add a request as the engine core does; `params` may be anything."""
+        made = self.made(request_id, prompt, params, max_tokens=max_tokens, **request)
+        self.scheduler.add_request(made)
+        return made
+
+    def made(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: Any = None,
+        *,
+        max_tokens: int = 4,
+        **request: Any,
+    ) -> Request:
+        """A request that is not added yet."""
         sampling = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
@@ -214,7 +228,6 @@ class SchedulerEngine:
             request_id, prompt, sampling_params=sampling, **request
         )
         self.answers[request_id] = Answer()
-        self.scheduler.add_request(made)
         return made
 
     def make_request(

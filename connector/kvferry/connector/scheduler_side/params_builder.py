@@ -119,11 +119,7 @@ class ParamsBuilder:
 
     def worker_blocks(self, params: RemotePrefill) -> Blocks:
         """The blocks in the order to the workers to hold a lease: those of its params, where workers copy them."""
-        return self.copied_blocks(params.remote_block_ids)
-
-    def copied_blocks(self, blocks: Blocks) -> Blocks:
-        """These blocks, per transferred group, where workers must copy them before they are read; else none."""
-        return blocks if self._copies_blocks else ()
+        return params.remote_block_ids if self._copies_blocks else ()
 
     def load_blocks(
         self, block_ids: tuple[list[int], ...], shared_tokens: int
@@ -179,13 +175,15 @@ class ParamsBuilder:
         Args:
             digests: of its tokens.
         """
-        blocks = self.prefix_blocks(cached)
+        blocks = self._transferable(cached.blocks, cached.num_tokens)
         ticket = self._ticket_of(blocks, cached.num_tokens, lease, digests)
         params = self._signed(lease.request_id, blocks, cached.num_tokens, ticket)
         return sign_early(params, self._local.memory.mac_key, OPENS_WITHIN_S)
 
-    def prefix_blocks(self, cached: CachedPrefix) -> Blocks:
-        """The blocks of a prefix in this engine's cache, per transferred group."""
+    def worker_prefix_blocks(self, cached: CachedPrefix) -> Blocks:
+        """As `worker_blocks`, of a prefix in this engine's cache."""
+        if not self._copies_blocks:
+            return ()
         return self._transferable(cached.blocks, cached.num_tokens)
 
     def _ticket_of(

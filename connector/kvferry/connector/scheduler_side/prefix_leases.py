@@ -18,7 +18,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.drain import Drain
@@ -29,6 +29,7 @@ from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.protocol.prefix_queries import PrefixRefusal
+from kvferry.scheduler.producer.block_references import Reservation
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prefix_directory import (
     PrefixDirectory,
@@ -37,8 +38,8 @@ from kvferry.scheduler.producer.prefix_directory import (
 
 logger = logging.getLogger(__name__)
 
-BLOCKS_AT_ONCE = 512
-"""Most references that are taken in one step: some 0.12 ms."""
+BLOCKS_AT_ONCE = 384
+"""Most references that are taken in one step: some 0.13 ms, of which vLLM's own count is half."""
 SHARE = 4
 """Prefixes may keep 1/4 of the blocks and of the slots."""
 RESERVED = 8
@@ -50,11 +51,15 @@ class _Taking:
     """A prefix on whose blocks references are taken.
 
     Attributes:
-        num_taken: how many of its blocks have one.
+        reservation: those of its blocks that have one, the first ones.
     """
 
     queried: QueriedPrefix
-    num_taken: int = 0
+    reservation: Reservation = field(default_factory=Reservation)
+
+    @property
+    def num_taken(self) -> int:
+        return len(self.reservation.block_ids)
 
     @property
     def blocks_left(self) -> int:
@@ -137,8 +142,7 @@ class PrefixLeases:
     def taken_back(self, not_filled: AbstractSet[int]) -> None:
         """vLLM has heard that these blocks do not have what their hashes said."""
         for taking in list(self._taking):
-            taken = taking.queried.found.block_ids[: taking.num_taken]
-            if not not_filled.isdisjoint(taken):
+            if not not_filled.isdisjoint(taking.reservation.block_ids):
                 self._drop(taking, PrefixRefusal.NO_PREFIX)
 
     # A step.
@@ -177,7 +181,8 @@ class PrefixLeases:
             self._give_back(taking)
             self._directory.changed(queried)
             return stop - first
-        taking.num_taken = stop
+        references = self._leases.block_references
+        references.reserve(taking.reservation, found.block_ids[first:stop])
         self._num_taken += stop - first
         if not taking.blocks_left and not self._tickets.may_take_back(found.block_ids):
             self._open(taking, computes=computes)
@@ -190,8 +195,8 @@ class PrefixLeases:
         self._num_opened += 1
         lease = self._leases.hold_prefix(
             f"{self._name}-{self._num_opened}",
-            self._builder.copied_blocks(self._builder.prefix_blocks(found)),
-            found.block_ids,
+            self._builder.worker_prefix_blocks(found),
+            taking.reservation,
             is_computed=not computes,
         )
         self._directory.opened(queried, lease)
@@ -241,8 +246,8 @@ class PrefixLeases:
             self._directory.refused(taking.queried, reason)
 
     def _give_back(self, taking: _Taking) -> None:
-        self._blocks.give_back(taking.queried.found.block_ids[: taking.num_taken])
         self._forget(taking)
+        self._leases.block_references.cancel(taking.reservation)
 
     def _forget(self, taking: _Taking) -> None:
         self._taking.remove(taking)

@@ -65,7 +65,7 @@ class RequestLife:
         admission: Admission,
         demand: BlockDemand,
         tickets: TicketBuilder,
-        prefixes: PrefixLeases,
+        prefix_leases: PrefixLeases,
         steps: Steps,
         channel: SideChannel,
         tracing: SchedulerTracing,
@@ -82,7 +82,7 @@ class RequestLife:
         self._admission = admission
         self._demand = demand
         self._tickets = tickets
-        self._prefixes = prefixes
+        self._prefix_leases = prefix_leases
         self._steps = steps
         self._channel = channel
         self._tracing = tracing
@@ -127,7 +127,7 @@ class RequestLife:
         self._admission.left_queue(entry)
         self._open_lease(entry)
         self._tickets.admitted(entry)
-        self._prefixes.admitted(entry)
+        self._prefix_leases.admitted(entry)
         self._intake.admitted(entry)
         self._queries.admitted(entry, num_external_tokens)
         prompt = entry.record.prompt
@@ -158,7 +158,7 @@ class RequestLife:
         self._admission.left_queue(entry)
         self._tracing.finished(entry.request_id)
         self._intake.ended(entry)
-        self._prefixes.ended(entry)
+        self._prefix_leases.ended(entry)
         self._channel.flush()
         self._end_turn_while_draining(entry)
         # A lease's blocks are not held by vLLM: the request would stay in its scheduler, and as long as it does the
@@ -187,7 +187,7 @@ class RequestLife:
         # Through the fence, like every end: a read that is under way is not believed.
         self._leases.release_all("reset")
         self._tickets.reset()
-        self._prefixes.reset()
+        self._prefix_leases.reset()
         self._local.adapters.reset()
         for lease in self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING):
             self._leases.abandon(lease.request_id, "reset")

@@ -70,7 +70,7 @@ class SchedulerSide:
         pulls: prefixes of other engines: whom to ask for them, and what to load.
         tickets: for prompts and turns of this engine.
         prefix_cache: what other engines may find in it, once vLLM has bound its KV cache manager.
-        prefixes: the leases of what they have found.
+        prefix_leases: of what they have found.
         eviction: ends held leases when blocks are needed, and whether blocks are coming (`is_coming`).
         steps: when the engine steps, waits and wakes.
         monitor: the metrics.
@@ -192,7 +192,7 @@ class SchedulerSide:
         prefixes = PrefixDirectory(self.prefix_cache, builder.build_prefix, counters)
         prefixes.wake_engine = loop.wake
         drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
-        self.prefixes = PrefixLeases(
+        self.prefix_leases = PrefixLeases(
             local,
             self.leases,
             self.blocks,
@@ -212,7 +212,7 @@ class SchedulerSide:
             self.leases,
             self.loads,
             self.queries,
-            self.prefixes,
+            self.prefix_leases,
             workers,
             drain=drain,
             loop=loop,
@@ -265,7 +265,7 @@ class SchedulerSide:
             admission=admission,
             demand=self.demand,
             tickets=self.tickets,
-            prefixes=self.prefixes,
+            prefix_leases=self.prefix_leases,
             steps=self.steps,
             channel=self.channel,
             tracing=self.tracing,
@@ -280,7 +280,7 @@ class SchedulerSide:
             queries=self.queries,
             admission=admission,
             tickets=self.tickets,
-            prefixes=self.prefixes,
+            prefix_leases=self.prefix_leases,
             eviction=self.eviction,
             stalls=StallWatch(
                 self.requests,

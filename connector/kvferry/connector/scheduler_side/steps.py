@@ -84,7 +84,7 @@ class Steps:
         leases: ProducerLedger,
         loads: ConsumerLedger,
         queries: PromptQueries,
-        prefixes: PrefixLeases,
+        prefix_leases: PrefixLeases,
         num_workers: int,
         *,
         drain: Drain,
@@ -98,7 +98,7 @@ class Steps:
         self._leases = leases
         self._loads = loads
         self._queries = queries
-        self._prefixes = prefixes
+        self._prefix_leases = prefix_leases
         self._loop = loop
         self._workers = frozenset(range(num_workers))
         self._unreported: set[int] = set()
@@ -129,7 +129,7 @@ class Steps:
         is_draining = self.drain.is_requested
         if self._leases.needs_step:
             return StepReason.ORDERS
-        if self._prefixes.needs_step:
+        if self._prefix_leases.needs_step:
             return StepReason.PREFIXES
         # An engine that ends needs its blocks no more: it would step until `failed_read_grace_s` has passed.
         if len(self._loads.quarantine) and not is_draining:

@@ -11,7 +11,7 @@ from kvferry.protocol.errors import UnsupportedVllm
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = ">=0.32,<0.33"
+SUPPORTED = ">=0.32,<0.34"
 """The same as in pyproject.toml and in the doctor; a test compares them."""
 
 ALLOW_VARIABLE = "KVFERRY_ALLOW_VLLM"
@@ -19,11 +19,11 @@ ALLOW_VARIABLE = "KVFERRY_ALLOW_VLLM"
 AS_TESTED = f"as in vLLM {SUPPORTED}, which kvferry was run with"
 """What an error about a missing internal of vLLM expects."""
 
-# Accepted: releases of 0.32, candidates of its patches, and local builds of both (`+cpu`).
-# Refused: candidates of 0.32.0, which are older than the tested release, and `dev` builds, which vLLM numbers by the
-# last tag, whatever has changed since.
+# Accepted: releases of 0.32 and 0.33, candidates of their patches, and local builds of both (`+cpu`).
+# Refused: candidates of 0.32.0 and 0.33.0, which are older than the tested releases, and `dev` builds, which vLLM
+# numbers by the last tag, whatever has changed since.
 _TESTED = re.compile(
-    r"0\.32\.(0|[1-9][0-9]*(rc[0-9]+)?)(\.post[0-9]+)?(\+[a-zA-Z0-9._-]+)?"
+    r"0\.3[23]\.(0|[1-9][0-9]*(rc[0-9]+)?)(\.post[0-9]+)?(\+[a-zA-Z0-9._-]+)?"
 )
 
 

@@ -1,17 +1,32 @@
 """References of leases on the engine's blocks, after the end of their requests.
 
+A prefix of 32,000 tokens may have 2,000 blocks, and to count or to give back as many takes a good part of a millisecond
+of a step. So the blocks of prefixes are counted part by part, in a `Reservation`, before their lease opens, and are
+given back part by part after it is over.
+
 A block may belong to several leases and to running requests: prompts share prefixes. Ending a lease frees only the
 blocks without other references. So references of leases are counted here and compared with the block pool's count.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.block_pool import BlockPool
-from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
+
+RETURNED_AT_ONCE = 512
+"""Most blocks of prefixes that are given back in one step."""
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Blocks with references that will be those of a prefix's lease."""
+
+    block_ids: list[int] = field(default_factory=list)
 
 
 class BlockReferences:
@@ -32,6 +47,10 @@ class BlockReferences:
         # References of each block. A count that falls to zero is removed, so a step's cost is that of used blocks.
         self._held: Counter[int] = Counter()
         self._ending: Counter[int] = Counter()
+        # Counted as held.
+        self._reservations: set[Reservation] = set()
+        # Counted as ending; the last block of each is given back first.
+        self._returning: deque[list[int]] = deque()
 
     def __len__(self) -> int:
         """Blocks that held leases refer to, shared or not: an upper bound of `num_leased` that costs nothing."""
@@ -42,16 +61,36 @@ class BlockReferences:
         """Requests whose leases have references."""
         return len(self.held) + len(self.ending)
 
+    @property
+    def is_returning(self) -> bool:
+        """True if `return_some` has blocks to give back."""
+        return bool(self._returning)
+
     def keep(self, lease: ProducerLease) -> None:
         """Take a reference on each block of a request that has ended."""
-        self.take_over(lease)
+        self.held[lease.request_id] = lease
+        self._held.update(lease.block_ids)
         if self._pool is not None:
             self._pool.keep(lease.block_ids)
 
-    def take_over(self, lease: ProducerLease) -> None:
-        """The references on the blocks of a lease, which its caller has taken, are the lease's from now on."""
+    def reserve(self, reservation: Reservation, blocks: Sequence[int]) -> None:
+        """Add blocks to a reservation. The caller has taken a reference on each."""
+        self._reservations.add(reservation)
+        reservation.block_ids.extend(blocks)
+        self._held.update(blocks)
+
+    def cancel(self, reservation: Reservation) -> None:
+        """No lease will have these blocks."""
+        if reservation in self._reservations:
+            self._reservations.remove(reservation)
+            _take(self._held, reservation.block_ids)
+            self._return(reservation.block_ids)
+
+    def take_over(self, lease: ProducerLease, reservation: Reservation) -> None:
+        """The blocks of a reservation are those of a lease from now on."""
+        self._reservations.discard(reservation)
+        lease.block_ids = tuple(reservation.block_ids)
         self.held[lease.request_id] = lease
-        self._held.update(lease.block_ids)
 
     def end(self, lease: ProducerLease) -> None:
         """The lease has ended; its blocks are freed when every worker has acknowledged it."""
@@ -61,7 +100,15 @@ class BlockReferences:
         self._ending.update(lease.block_ids)
 
     def free(self, lease: ProducerLease) -> None:
-        """Drop the references; blocks without others are back in the pool."""
+        """Drop the references; blocks without others are back in the pool, those of prefixes soon (`return_some`)."""
+        if lease.use is LeaseUse.PREFIX:
+            if self.held.pop(lease.request_id, None) is not None:
+                _take(self._held, lease.block_ids)
+                self._return(list(lease.block_ids))
+            else:
+                del self.ending[lease.request_id]
+                self._returning.append(list(lease.block_ids))
+            return
         if self.held.pop(lease.request_id, None) is not None:
             _take(self._held, lease.block_ids)
         else:
@@ -69,6 +116,20 @@ class BlockReferences:
             _take(self._ending, lease.block_ids)
         if self._pool is not None:
             self._pool.give_back(lease.block_ids)
+
+    def return_some(self) -> None:
+        """Give back a part of the blocks of prefixes that are over."""
+        num_left = RETURNED_AT_ONCE
+        while self._returning and num_left:
+            blocks = self._returning[0]
+            part = blocks[-num_left:]
+            del blocks[-num_left:]
+            num_left -= len(part)
+            _take(self._ending, part)
+            if self._pool is not None:
+                self._pool.give_back(part)
+            if not blocks:
+                self._returning.popleft()
 
     def num_leased(self) -> int:
         """Blocks that only leases keep, at least one of which is held. Visits every held block."""
@@ -102,7 +163,11 @@ class BlockReferences:
             LocalProtocolError: with the sums.
         """
         held = _references_of(self.held.values())
+        for reservation in self._reservations:
+            held.update(reservation.block_ids)
         ending = _references_of(self.ending.values())
+        for blocks in self._returning:
+            ending.update(blocks)
         # Compared as dicts: faster than `Counter.__eq__`, which also ignores zero counts.
         is_held_equal = dict.__eq__(held, self._held)
         is_ending_equal = dict.__eq__(ending, self._ending)
@@ -120,6 +185,10 @@ class BlockReferences:
                 raise LocalProtocolError(
                     f"block {block}: {count} leases keep it, the pool counts {referred} references"
                 )
+
+    def _return(self, blocks: list[int]) -> None:
+        self._ending.update(blocks)
+        self._returning.append(blocks)
 
     def _is_only_leased(self, block: int) -> bool:
         """True if no running request has the block: the pool counts no more references than leases have."""

@@ -17,7 +17,10 @@ from kvferry.protocol.stream_rows import STREAM_ROWS
 from kvferry.protocol.transitions import next_state
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.producer.block_references import BlockReferences
+from kvferry.scheduler.producer.block_references import (
+    BlockReferences,
+    Reservation,
+)
 from kvferry.scheduler.producer.deadlines import Deadlines
 from kvferry.scheduler.producer.lease import (
     LEASE_TRANSITIONS,
@@ -115,7 +118,8 @@ class ProducerLedger:
     @property
     def needs_step(self) -> bool:
         """True if a step has something to do: orders, ended leases that the workers report, or leases that expire."""
-        has_work = bool(self._orders) or bool(self.block_references.ending)
+        references = self.block_references
+        has_work = bool(self._orders or references.ending or references.is_returning)
         return has_work or self._deadlines.may_be_due(self.clock_s)
 
     def running(self, request_id: str) -> ProducerLease | None:
@@ -198,16 +202,16 @@ class ProducerLedger:
         self,
         name: str,
         worker_blocks: Blocks,
-        block_ids: tuple[int, ...],
+        reservation: Reservation,
         *,
         is_computed: bool,
     ) -> ProducerLease:
-        """Open a lease of blocks that are in the cache, and on which the caller has taken a reference each.
+        """Open a lease of blocks that are in the cache, and that are reserved.
 
         Args:
             name: for the workers' reports, in place of a request's id; no request and no earlier lease has it.
             worker_blocks: the blocks that are sent to the workers.
-            block_ids: the blocks, without duplicates. Their references are the lease's from now on.
+            reservation: the blocks, each once. They are the lease's from now on.
             is_computed: whether no step that computes any of them is to be launched yet.
 
         Raises:
@@ -223,10 +227,9 @@ class ProducerLedger:
         self._advance(lease, LeaseEvent.OPEN)
         self._orders.opens.append(self.slots.take(lease))
         self._advance(lease, LeaseEvent.COMPLETE)
-        lease.block_ids = block_ids
-        self.block_references.take_over(lease)
+        self.block_references.take_over(lease, reservation)
         self.num_prefixes += 1
-        self.num_prefix_blocks += len(block_ids)
+        self.num_prefix_blocks += len(lease.block_ids)
         order = lease.hold_order(worker_blocks)
         if is_computed:
             self._orders.holds.append(order)
@@ -315,6 +318,7 @@ class ProducerLedger:
         # Time counts only while this process is awake: a pause of the producer itself must not expire leases, since
         # their renewals could not arrive meanwhile.
         clock_s = self.clock.wind(now_s)
+        self.block_references.return_some()
         if may_expire and self._deadlines.may_be_due(clock_s):
             for lease in self._deadlines.due(
                 self.block_references.held.values(), clock_s

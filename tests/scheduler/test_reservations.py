@@ -1,0 +1,113 @@
+"""Blocks of prefixes, taken and given back in parts, against a pool that counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.scheduler.producer import block_references
+from kvferry.scheduler.producer.block_references import BlockReferences, Reservation
+from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
+
+BLOCKS = st.lists(st.integers(0, 9), unique=True, max_size=6)
+
+
+class Pool:
+    """Counts references, and never below none."""
+
+    def __init__(self) -> None:
+        self.references: Counter[int] = Counter()
+        self.given_back: list[int] = []
+
+    def keep(self, blocks: Sequence[int]) -> None:
+        self.references.update(blocks)
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            assert self.references[block] > 0
+            self.references[block] -= 1
+        self.given_back.extend(blocks)
+
+    def reference_count(self, block: int) -> int:
+        return self.references[block]
+
+    def loaded_into(self, request_id: str) -> tuple[int, ...]:
+        return ()
+
+
+def reserve(
+    references: BlockReferences, pool: Pool, reservation: Reservation, blocks: list[int]
+) -> None:
+    pool.keep(blocks)
+    references.reserve(reservation, blocks)
+
+
+@given(
+    st.lists(
+        st.tuples(BLOCKS, BLOCKS, st.sampled_from(["cancel", "end", "done", "keep"])),
+        max_size=6,
+    ),
+    st.integers(1, 4),
+)
+def test_all_that_is_taken_for_prefixes_is_given_back_in_parts(
+    prefixes: list[tuple[list[int], list[int], str]], at_once: int
+) -> None:
+    pool = Pool()
+    references = BlockReferences(pool)
+    kept: list[ProducerLease] = []
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(block_references, "RETURNED_AT_ONCE", at_once)
+        for index, (first, more, how) in enumerate(prefixes):
+            reservation = Reservation()
+            reserve(references, pool, reservation, first)
+            rest = [block for block in more if block not in first]
+            reserve(references, pool, reservation, rest)
+            references.check_integrity()
+            if how == "cancel":
+                references.cancel(reservation)
+                references.check_integrity()
+                continue
+            lease = ProducerLease(f"p{index}", LeaseUse.PREFIX)
+            references.take_over(lease, reservation)
+            assert lease.block_ids == (*first, *rest)
+            references.check_integrity()
+            if how == "keep":
+                kept.append(lease)
+                continue
+            if how == "end":
+                references.end(lease)
+            references.free(lease)
+            references.check_integrity()
+        while references.is_returning:
+            before = len(pool.given_back)
+            references.return_some()
+            assert len(pool.given_back) - before <= at_once
+            references.check_integrity()
+    expected = Counter(block for lease in kept for block in lease.block_ids)
+    assert +pool.references == expected
+    assert references.num_requests == len(kept)
+    assert not references.num_coming()
+
+
+def test_the_end_of_a_prefix_is_given_back_first() -> None:
+    """vLLM then reuses it first, and keeps what more prompts share."""
+    pool = Pool()
+    references = BlockReferences(pool)
+    reservation = Reservation()
+    reserve(references, pool, reservation, [1, 2, 3, 4])
+    references.cancel(reservation)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(block_references, "RETURNED_AT_ONCE", 2)
+        references.return_some()
+    assert pool.given_back == [3, 4], "of a part the pool itself reverses the order"
+    assert references.num_coming() == 2
+
+
+def test_a_reservation_without_blocks_leaves_nothing_to_do() -> None:
+    references = BlockReferences(Pool())
+    references.cancel(Reservation())
+    assert not references.is_returning
