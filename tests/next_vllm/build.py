@@ -68,7 +68,7 @@ def build(*, newest: bool = False) -> None:
     """
     if is_current() and not newest:
         return
-    wanted = ("--require-hashes", "--requirement", str(REQUIREMENTS))
+    wanted: tuple[str, ...] = ("--require-hashes", "--requirement", str(REQUIREMENTS))
     if newest:
         wanted = ("vllm", "ai-dynamo")
     _run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(ENVIRONMENT))
