@@ -3,7 +3,7 @@
 # vllm-router:                                     docker build --tag kvferry-router --target router .
 # The accuracy test, on CPUs only:                 docker build --tag kvferry-accuracy --target accuracy .
 # How to run them: docs/deployment.md.
-ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
+ARG VLLM_IMAGE=vllm/vllm-openai:v0.33.0
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS wheel
