@@ -121,7 +121,7 @@ def test_an_executor_that_keeps_the_reports_of_all_stages_but_the_last_is_refuse
     )
     if "VLLM_USE_RAY_V2_EXECUTOR_BACKEND" not in envs.environment_variables:
         # 0.33 has only the executor that passes all reports on.
-        check_supported(engine_config(**stages), FerryConfig())
+        check_supported(engine_config(**stages))
         return
     with pytest.raises(InvalidConfig, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND"):
         check_supported(engine_config(**stages))
