@@ -63,9 +63,11 @@ def test_modules_are_there_and_have_the_options(command: Command) -> None:
             if word.startswith("tests/") and not (ROOT / word).exists()
         ] == []
         return
-    assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+    file = ROOT / f"{module.replace('.', '/')}.py"
+    assert file.is_file()
+    folders = {ROOT / module.partition(".")[0], file.parent}
     sources = "".join(
-        path.read_text() for path in (ROOT / module.partition(".")[0]).glob("*.py")
+        path.read_text() for folder in folders for path in folder.glob("*.py")
     )
     assert [
         word for word in rest if word.startswith("--") and f'"{word}"' not in sources
