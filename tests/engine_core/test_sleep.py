@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.messages import SiblingFailed
 from kvferry.connector.vllm import sleep
 from kvferry.worker.registration import WithdrawalRefused
 from kvferry.worker.worker import FerryWorker
@@ -172,6 +173,45 @@ def test_a_worker_that_cannot_withdraw_stops_the_sleep_and_says_why(
     assert not sleeper.taken
     assert not sleeper.core.model_executor.is_sleeping
     assert sleeper.core.wake_up()
+    assert sleeper.hand_over() == 1
+
+
+@promise(2)
+def test_a_worker_whose_sibling_cannot_withdraw_keeps_its_pages(
+    sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sibling_failed(*_: object) -> None:
+        raise SiblingFailed("worker 1: WithdrawalRefused: reads may still write")
+
+    with monkeypatch.context() as failed:
+        failed.setattr(
+            "kvferry.connector.worker_side.side.gather_workers", sibling_failed
+        )
+        with pytest.raises(SiblingFailed, match="worker 1"):
+            sleeper.core.sleep(1)
+    assert not sleeper.taken
+    assert sleeper.workers[0].registration.is_registered
+    assert sleeper.core.wake_up()
+    assert sleeper.hand_over() == 1
+    assert sleeper.workers[0].registration.generation == 0
+
+
+def test_peers_are_answered_again_after_a_sleep_that_was_refused(
+    sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.33 passes no descriptions on when an engine is resumed that has not slept."""
+
+    def refuse(_: object) -> None:
+        raise WithdrawalRefused("reads may still write: req=r")
+
+    sleep.guarded.clear()
+    monkeypatch.setattr(sleep, "has_sleep_hooks", lambda: True)
+    monkeypatch.setattr("tests.harness.core.sleeper.has_sleep_hooks", lambda: True)
+    with monkeypatch.context() as refused:
+        refused.setattr(FerryWorker, "drain", refuse)
+        with pytest.raises(WithdrawalRefused):
+            sleeper.core.sleep(1)
+    assert sleeper.core.wake_up(["scheduling"])
     assert sleeper.hand_over() == 1
 
 
