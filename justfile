@@ -25,6 +25,10 @@ quick *arguments:
 gpu-emulation *arguments:
     .venv/bin/python -m tests.gpu_emulation.run {{ arguments }}
 
+# the tests that use vLLM under its next release (docs/testing.md); arguments go to pytest, `--publish` writes the result
+next-vllm *arguments:
+    .venv/bin/python -m tests.next_vllm.run {{ arguments }}
+
 # a bundle of the GPU check (scripts/gpu_bundle.sh), unpacked and run on the emulated GPU: just gpu-bundle-rehearsal DEST --quick
 gpu-bundle-rehearsal destination *options:
     .venv/bin/python -m tests.gpu_emulation.build

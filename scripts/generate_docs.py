@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -62,7 +63,10 @@ def pages() -> dict[Path, str]:
         },
         "cli.md": {"keys": short_form_keys(part("cli.md", "keys"))},
         "reliability.md": {"promises": promises()},
-        "compatibility.md": {"pairs": pairs(part("compatibility.md", "pairs"))},
+        "compatibility.md": {
+            "pairs": pairs(part("compatibility.md", "pairs")),
+            "next vllm": next_vllm(),
+        },
         "relayout.md": relayout(),
         "timelines.md": {},
     }
@@ -182,6 +186,28 @@ def pairs(rows: str) -> str:
             line = f"{line.rpartition(' | ')[0]} | {_answer(producer, consumer)} |"
         found.append(line)
     return "\n".join(found)
+
+
+def next_vllm() -> str:
+    """The published run of the tests under vLLM's next release."""
+    from tests.next_vllm.run import RESULT
+
+    if not RESULT.exists():
+        return "No whole run of one commit is published yet."
+    found = json.loads(RESULT.read_text())
+    rows = [
+        (
+            f"`{folder}`",
+            *(counts.get(name, 0) for name in ("passed", "failed", "skipped")),
+        )
+        for folder, counts in found["folders"].items()
+    ]
+    head = (
+        f"vLLM {found['vllm']} on {found['compiled']}, torch {found['torch']}, {found['date']} at commit "
+        f"`{found['commit']}`, in {found['seconds']} s on {found['machine']['cores']} cores. Only tests failed that "
+        "`tests/next_vllm/cannot_run.py` names.\n\n"
+    )
+    return head + markdown.table("tests | passed | failed | skipped", rows)
 
 
 def relayout() -> Mapping[str, str]:
