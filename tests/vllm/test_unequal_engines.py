@@ -1,8 +1,9 @@
 """Engines of unequal shards, pipelines and blocks: every pair answers as one engine of the decoder's settings does.
 
 Models of random weights in float32, whose answers tell every wrong byte; the engines are real ones of `forked_engine`.
-That a model answers alike on one rank and on two, without any connector, is tested first: it is what makes a
-difference between two engines a fault of the handover.
+That a model answers alike on one rank and on two, without a transfer, is tested first: it is what makes a difference
+between two engines a fault of the handover. The control is the decoder itself, asked before anything was handed over;
+that it answers as an engine without a connector does is tested once.
 """
 
 from __future__ import annotations
@@ -33,28 +34,11 @@ PROMPTS: list[Tokens] = [
 ON_ANY_CORES = {1: "0", 2: "0|1"}
 
 
-class Answers:
-    """Answers of engines without a connector, each asked once."""
-
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
-        self._known: dict[tuple[str, int, int], list[Tokens]] = {}
-
-    def of(self, model: str, tp: int = 1, block_size: int = 128) -> list[Tokens]:
-        key = (model, tp, block_size)
-        if key not in self._known:
-            name = f"plain-{Path(model).name}-tp{tp}-block{block_size}"
-            spec = EngineSpec(
-                name, model, tp=tp, block_size=block_size, cores=ON_ANY_CORES[tp]
-            )
-            with ForkedEngine(spec, self._logs) as engine:
-                self._known[key] = [engine.ask(prompt) for prompt in PROMPTS]
-        return self._known[key]
-
-
-@pytest.fixture(scope="module")
-def answers(logs: Path) -> Answers:
-    return Answers(logs)
+def answers(engine: ForkedEngine) -> list[Tokens]:
+    """The engine's answers to all prompts without a transfer."""
+    found = [engine.ask(prompt) for prompt in PROMPTS]
+    assert len({tuple(answer) for answer in found}) == len(PROMPTS)
+    return found
 
 
 def hand_over_all(
@@ -74,18 +58,17 @@ def needed(model: str, prompt: Sequence[int], blocks: int, decoder_tp: int = 1) 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_one_rank_and_two_hand_over_to_each_other_whatever_the_number_of_kv_heads(
-    name: str, answers: Answers, logs: Path
+    name: str, logs: Path
 ) -> None:
     model = model_folder(name)
-    alone, sharded = answers.of(model), answers.of(model, tp=2)
-    assert alone == sharded, "control: without a connector both sizes answer alike"
-    assert len({tuple(answer) for answer in alone}) == len(PROMPTS)
     specs = [
         EngineSpec(f"both-{name}-tp{tp}", model, "kv_both", tp=tp, cores=cores)
         for tp, cores in ON_ANY_CORES.items()
     ]
     with ExitStack() as running:
-        one, two = (running.enter_context(ForkedEngine(spec, logs)) for spec in specs)
+        one, two = start(running, logs, specs)
+        alone, sharded = answers(one), answers(two)
+        assert alone == sharded, "control: without a transfer both sizes answer alike"
         for producer, consumer, expected in ((one, two, sharded), (two, one, alone)):
             found, read = hand_over_all(producer, consumer)
             assert found == expected, f"TP {producer.spec.tp} to TP {consumer.spec.tp}"
@@ -95,25 +78,24 @@ def test_one_rank_and_two_hand_over_to_each_other_whatever_the_number_of_kv_head
             assert read == stated
 
 
-def test_pipeline_stages_hand_over_to_one_and_take_over_from_others(
-    answers: Answers, logs: Path
-) -> None:
+def test_pipeline_stages_hand_over_to_one_and_take_over_from_others(logs: Path) -> None:
     """One stage and two in both directions, and two ranks to two stages."""
     model = model_folder(TINY_MODEL)
     stages = EngineSpec("stages", model, "kv_both", pp=2, cores="0|1")
     one = EngineSpec("one-stage", model, "kv_both", cores="1")
     ranks = EngineSpec("ranks", model, "kv_producer", tp=2, cores="0|1")
+    with ForkedEngine(EngineSpec("plain", model), logs) as plain:
+        alone = answers(plain)
     with ExitStack() as running:
         source, target, sharded = start(running, logs, [stages, one, ranks])
+        assert answers(target) == alone, "control: as without a connector"
         for producer, consumer in (
             (source, target),
             (target, source),
             (sharded, source),
         ):
             found, read = hand_over_all(producer, consumer)
-            assert found == answers.of(model), (
-                f"{producer.spec.name} to {consumer.spec.name}"
-            )
+            assert found == alone, f"{producer.spec.name} to {consumer.spec.name}"
             assert read == [needed(model, prompt, 128) for prompt in PROMPTS]
     (plan,) = set(
         re.findall(
@@ -127,9 +109,7 @@ def test_pipeline_stages_hand_over_to_one_and_take_over_from_others(
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(32, 64), (128, 32)])
-def test_blocks_of_another_size_are_filled(
-    theirs: int, ours: int, answers: Answers, logs: Path
-) -> None:
+def test_blocks_of_another_size_are_filled(theirs: int, ours: int, logs: Path) -> None:
     """By the cost model's choice, which is to stage them, and with each piece read into its place."""
     model = model_folder(TINY_MODEL)
     name = f"{theirs}-to-{ours}"
@@ -147,8 +127,9 @@ def test_blocks_of_another_size_are_filled(
     with ForkedEngine(producer, logs) as source:
         for spec, allowed in ((consumer, most), (direct, least)):
             with ForkedEngine(spec, logs) as target:
+                alone = answers(target)
                 found, read = hand_over_all(source, target)
-            assert found == answers.of(model, block_size=ours), spec.name
+            assert found == alone, spec.name
             plans = re.findall(
                 r"plan producer=\S+ tp0 of \[.*\]: (reads .*)",
                 target.log_path.read_text(),
