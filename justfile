@@ -40,7 +40,7 @@ accuracy:
 
 # all tests, then the main job with other types, blocks, numbers of engines and ranks
 full:
-    scripts/test.sh
+    KVFERRY_DRAWS=1 scripts/test.sh
     scripts/run_accuracy_test.sh
     DTYPE=bfloat16 scripts/run_accuracy_test.sh
     PREFILL_BLOCK_SIZE=32 DECODE_BLOCK_SIZE=64 scripts/run_accuracy_test.sh

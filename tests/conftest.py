@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import seeds
+from tests.draws import draws
 from tests.waiting import deadline_s
 
 _ENDING_S = 30.0
@@ -23,7 +24,7 @@ settings.register_profile(
     "kvferry",
     print_blob=True,
     deadline=None,
-    max_examples=150,
+    max_examples=draws(150),
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("kvferry")

@@ -18,6 +18,7 @@ from kvferry.connector.engine.fingerprint import (
     local_model_dir,
     local_weights_dir,
 )
+from tests.draws import draws
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -200,7 +201,7 @@ _JSON = st.recursive(
     st.binary(max_size=40)
     | _JSON.map(lambda value: json.dumps({"a": {"data_offsets": value}}).encode())
 )
-@settings(max_examples=100)
+@settings(max_examples=draws(100))
 def test_any_header_is_survived(
     tmp_path_factory: pytest.TempPathFactory, header: bytes
 ) -> None:

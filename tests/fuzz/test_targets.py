@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.draws import draws
 from tests.fuzz.targets import ALL, DECISIONS, seeds
 from tests.promises import promise
 
@@ -38,7 +39,7 @@ def hostile_bytes(draw: st.DrawFn, name: str) -> bytes:
 @promise(6)
 @pytest.mark.parametrize("name", ALL)
 def test_no_input_makes_anything_but_a_typed_refusal(name: str) -> None:
-    @settings(max_examples=EXAMPLES.get(name, EXAMPLES_OF_OTHERS))
+    @settings(max_examples=draws(EXAMPLES.get(name, EXAMPLES_OF_OTHERS)))
     @given(hostile_bytes(name))
     def fuzz(data: bytes) -> None:
         ALL[name](data)

@@ -12,6 +12,7 @@ from kvferry.plan.tokens import share_of
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import Format, Interleave, PagedTensor, Place, Range
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
+from tests.draws import draws
 from tests.protocol.samples import make_description, make_tensor, make_worker
 
 LAST = 1 << 63
@@ -90,7 +91,7 @@ def block_list(one: PagedTensor) -> tuple[int, int, Interleave]:
     return (one.blocks, one.block_tokens, share_of(one))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=draws(200), deadline=None)
 @given(st.lists(CHANGES, min_size=2, max_size=4))
 @example([{}, {"base": LAST - 8192 * 1000 + 1}])
 @example([{}, {"scales": (1.0, 2.0, 3.0)}])

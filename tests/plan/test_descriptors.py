@@ -21,6 +21,7 @@ from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Route
 from kvferry.protocol.geometry import PagedTensor, Range
 from kvferry.protocol.handshake import CacheGroup
+from tests.draws import draws
 from tests.plan.samples import engine, other, span, strides, tensor, unit_bytes
 
 FAR = 1 << 40
@@ -169,7 +170,7 @@ def unit_pairs(draw: st.DrawFn, route: Route) -> dict[TokenMap, UnitPairs]:
 
 
 @given(route=routes(), data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=draws(100))
 def test_every_wanted_byte_is_read_once_from_its_place_and_nothing_else_is(
     route: Route, data: st.DataObject
 ) -> None:
@@ -188,7 +189,7 @@ def test_every_wanted_byte_is_read_once_from_its_place_and_nothing_else_is(
 
 
 @given(route=routes(), data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=draws(100))
 def test_within_a_run_the_remote_indices_ascend_so_that_nixl_can_merge(
     route: Route, data: st.DataObject
 ) -> None:

@@ -17,6 +17,7 @@ from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.worker.peers import plan_cache
 from kvferry.worker.peers.plan_cache import PlanCache
+from tests.draws import draws
 from tests.geometry.drawn import Drawn, drawn
 from tests.geometry.handmade import attention, pair, side
 
@@ -42,7 +43,7 @@ def moved(
     )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=draws(80))
 @given(
     drawn(),
     STAGED_RUNS,

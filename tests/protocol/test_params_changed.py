@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.params_mac import sign_params
 from kvferry.protocol.params_reader import read_params, read_turn
+from tests.draws import draws
 from tests.protocol.samples import KEY, make_params
 
 
@@ -166,7 +167,7 @@ CHANGES = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=draws(400))
 @given(st.lists(CHANGES, max_size=4))
 @example([(True, replace, "version", True)])
 @example([(True, replace, "digests", ["a1" * 16] * 3)])

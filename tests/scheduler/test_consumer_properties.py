@@ -23,6 +23,7 @@ from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import PromptKind
 from kvferry.scheduler.counters import Counters
+from tests.draws import draws
 from tests.protocol.samples import make_ticket, params_of_length
 
 
@@ -280,5 +281,7 @@ class ConsumerHistories(RuleBasedStateMachine):
         assert not any(kept.values())
 
 
-ConsumerHistories.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+ConsumerHistories.TestCase.settings = settings(
+    max_examples=draws(120), stateful_step_count=40
+)
 TestConsumerHistories = ConsumerHistories.TestCase

@@ -33,6 +33,7 @@ from kvferry.scheduler.producer.prompt_directory import (
     SUBSCRIPTION_S,
     PromptDirectory,
 )
+from tests.draws import draws
 
 PRODUCER = ("host", 1)
 PROMPTS = [Prompt(tokens=list(range(n, n + 5))) for n in range(2)]
@@ -183,7 +184,7 @@ class Histories(RuleBasedStateMachine):
         assert not self.open
 
 
-Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+Histories.TestCase.settings = settings(max_examples=draws(150), stateful_step_count=40)
 TestHistories = Histories.TestCase
 
 

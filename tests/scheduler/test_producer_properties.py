@@ -20,6 +20,7 @@ from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.lease_orders import LeaseOrders
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.worker.leases import LeaseTable
+from tests.draws import draws
 from tests.fakes.device_mark import FakeMark
 from tests.harness.integrity import table_errors
 from tests.protocol.samples import BOOT
@@ -368,5 +369,7 @@ class ProducerHistories(RuleBasedStateMachine):
             assert self.counters.total(f"{use.value}_offered") == offered
 
 
-ProducerHistories.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+ProducerHistories.TestCase.settings = settings(
+    max_examples=draws(120), stateful_step_count=40
+)
 TestProducerHistories = ProducerHistories.TestCase

@@ -20,6 +20,7 @@ from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.lease_orders import LeaseOrders
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from tests.draws import draws
 from tests.fakes.device_mark import FakeMark
 from tests.harness.integrity import table_errors
 from tests.scheduler.test_producer_properties import SLOTS, Modelled, ProducerHistories
@@ -228,7 +229,9 @@ class StreamHistories(ProducerHistories):
         assert self.counters.total("stream_restarts") == len(self.dead)
 
 
-StreamHistories.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
+StreamHistories.TestCase.settings = settings(
+    max_examples=draws(150), stateful_step_count=50
+)
 TestStreamHistories = StreamHistories.TestCase
 
 

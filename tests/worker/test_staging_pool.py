@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.staging.pool import PoolTooSmall, StagingPool, Wave
+from tests.draws import draws
 from tests.harness.integrity import pool_errors
 
 CELL = 256
@@ -223,7 +224,7 @@ class PoolHistories(RuleBasedStateMachine):
 
 
 TestPoolHistories = PoolHistories.TestCase
-TestPoolHistories.settings = settings(max_examples=120, stateful_step_count=40)
+TestPoolHistories.settings = settings(max_examples=draws(120), stateful_step_count=40)
 
 
 def test_sizes_are_rounded_up_to_the_alignment_and_cut_at_an_eighth() -> None:

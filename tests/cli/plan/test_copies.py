@@ -16,6 +16,7 @@ from kvferry.plan.planner import plan_engine
 from kvferry.protocol.geometry import PagedTensor
 from tests.cli.command import refused, run
 from tests.cli.plan.forms import read_pair
+from tests.draws import draws
 
 MODEL = "layers=2,heads=4,dim=4,blocks=8"
 REQUEST: dict[str, Any] = {
@@ -199,7 +200,7 @@ PLAIN = st.fixed_dictionaries(
         st.binary(max_size=40), PLAIN.map(lambda plain: json.dumps(plain).encode())
     )
 )
-@settings(max_examples=200)
+@settings(max_examples=draws(200))
 def test_no_request_raises_anything_but_its_own_error(text: bytes) -> None:
     try:
         blocks = read_request(text, CONSUMER, PRODUCER)

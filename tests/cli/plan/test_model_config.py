@@ -14,6 +14,7 @@ from kvferry.cli.arguments import InvalidArgument, InvalidModel
 from kvferry.cli.plan.model_config import MAX_CONFIG_BYTES, read_model_config
 from kvferry.cli.plan.short_reading import form_of, with_model
 from tests.cli.command import refused, run
+from tests.draws import draws
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -205,7 +206,7 @@ KEYS_OF_CONFIGS = sorted(
     st.sampled_from([{**LLAMA, **config} for config, _ in MODELS]),
     st.dictionaries(st.sampled_from(KEYS_OF_CONFIGS), VALUES),
 )
-@settings(max_examples=300)
+@settings(max_examples=draws(300))
 def test_no_config_raises_any_other_error(
     config: dict[str, Any], changes: dict[str, Any]
 ) -> None:

@@ -15,6 +15,7 @@ from kvferry.cli.plan.summary import PlanSummary, summarise
 from kvferry.plan.cost import PUBLISHED
 from kvferry.plan.planner import plan_engine
 from tests.cli.plan.forms import read_pair, short_forms
+from tests.draws import draws
 
 SVG = "{http://www.w3.org/2000/svg}"
 LARGE = "layers=8,heads=8,dim=64"
@@ -95,7 +96,7 @@ def test_names_with_markup_do_not_break_the_picture() -> None:
 
 
 @given(st.data())
-@settings(max_examples=30)
+@settings(max_examples=draws(30))
 def test_any_engine_can_be_drawn(data: st.DataObject) -> None:
     form = data.draw(short_forms())
     svg = draw(summary_of(form, form))

@@ -24,6 +24,7 @@ from kvferry.protocol.description_json import encode_engine_json, to_engine_json
 from tests.cli.command import refused, run
 from tests.cli.plan.forms import DENSE, read_pair
 from tests.cli.plan.test_prediction import DENSE_OF_NHD, NHD, placings, summary_of
+from tests.draws import draws
 
 EIGHT, FOUR = (
     f"{DENSE},heads=8,tp=8".replace("heads=4,", ""),
@@ -230,7 +231,7 @@ def fields_of(
 
 
 @given(st.data())
-@settings(max_examples=50)
+@settings(max_examples=draws(50))
 def test_every_description_json_with_changed_numbers_ends_with_an_exit_code(
     data: st.DataObject,
 ) -> None:

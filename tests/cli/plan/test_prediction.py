@@ -25,6 +25,7 @@ from kvferry.plan.waves import source_table, source_units
 from kvferry.protocol.handshake import EngineDescription
 from tests.cli.command import run
 from tests.cli.plan.forms import read_pair, short_forms
+from tests.draws import draws
 
 NHD = "layers=2,heads=4,dim=16,layout=NHD"
 
@@ -106,7 +107,7 @@ def pair_of_forms(data: st.DataObject, layers: int) -> list[str]:
 
 
 @given(st.data())
-@settings(max_examples=50)
+@settings(max_examples=draws(50))
 def test_bytes_and_descriptors_are_those_of_a_request(data: st.DataObject) -> None:
     """The oracle pairs a request, expands every direct copy, and prepares every staged read."""
     layers = data.draw(st.integers(1, 4))

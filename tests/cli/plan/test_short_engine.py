@@ -23,6 +23,7 @@ from kvferry.protocol.description_json import (
 )
 from kvferry.protocol.geometry import PagedTensor, Range
 from tests.cli.plan.forms import read_form, short_forms
+from tests.draws import draws
 from tests.geometry import cells as geometry
 from tests.geometry.cells import Ints
 
@@ -50,7 +51,7 @@ def byte_addresses(one: PagedTensor) -> Ints:
 
 
 @given(short_forms())
-@settings(max_examples=150)
+@settings(max_examples=draws(150))
 def test_every_drawn_form_is_a_valid_description_whose_bytes_fill_one_allocation_exactly(
     text: str,
 ) -> None:
@@ -66,7 +67,7 @@ def test_every_drawn_form_is_a_valid_description_whose_bytes_fill_one_allocation
 
 
 @given(short_forms())
-@settings(max_examples=100)
+@settings(max_examples=draws(100))
 def test_every_head_of_every_layer_is_held_for_every_token_by_each_group_of_ranks(
     text: str,
 ) -> None:

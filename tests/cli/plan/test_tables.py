@@ -17,6 +17,7 @@ from kvferry.protocol.geometry import Place
 from tests.cli.command import run
 from tests.cli.plan.forms import short_forms
 from tests.cli.plan.test_prediction import summary_of
+from tests.draws import draws
 
 MODEL = "layers=8,heads=8,dim=64,blocks=600"
 STATES = "state_layers=0-5,ssm=24x64x128,conv=x1536+B128+C128"
@@ -53,7 +54,7 @@ def test_every_set_of_numbers_can_be_read_back_or_is_counted() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(60), deadline=None)
 def test_folded_rows_expanded_are_the_rows(data: st.DataObject) -> None:
     form = data.draw(short_forms(layers=4, kinds=("heads",)))
     ranks = ("tp", "dcp", "pcp", "interleave")
