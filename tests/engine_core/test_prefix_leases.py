@@ -422,6 +422,18 @@ def test_other_weights_forget_what_was_listed(
         assert asker.ask(query_of(PROMPT, 2)).reason == "no_prefix"
 
 
+def test_a_sleep_forgets_what_was_listed(make: Any) -> None:
+    node = make("kv_both", **LONG)
+    compute(node, "own", PROMPT)
+    with asking(node) as asker:
+        asker.send(query_of(PROMPT))
+        assert asker.receive().progress is PromptProgress.QUEUED
+        side_of(node).withdrawn()
+        node.until(asker.has_answer)
+        assert asker.receive().reason == "no_prefix"
+        assert asker.ask(query_of(PROMPT, 2)).reason == "no_prefix"
+
+
 def test_an_engine_that_is_set_not_to_says_so(make: Any) -> None:
     node = make("kv_both", **LONG, extra={"prefix_pulls": "off"})
     compute(node, "own", PROMPT)

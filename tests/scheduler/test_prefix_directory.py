@@ -207,6 +207,14 @@ def test_what_is_listed_and_not_cached_is_not_found(scene: Scene) -> None:
     assert scene.ask(2).reason == "no_prefix"
 
 
+def test_fewer_cached_tokens_than_are_of_use_are_none(scene: Scene) -> None:
+    del scene.cache.blocks[scene.hashes[2 * CHUNK_TOKENS // BLOCK]]
+    assert scene.ask(1, min_tokens=2 * CHUNK_TOKENS + 1).reason == "no_prefix"
+    assert not needs_step(scene)
+    scene.ask(2, min_tokens=2 * CHUNK_TOKENS)
+    assert scene.wanted().found.num_tokens == 2 * CHUNK_TOKENS
+
+
 def test_a_prefix_that_is_gone_in_the_step_is_looked_up_again(scene: Scene) -> None:
     scene.ask()
     queried = scene.wanted()

@@ -321,6 +321,8 @@ class SchedulerSide:
 
     def withdrawn(self) -> None:
         """The workers withdraw their caches, and describe themselves again when the engine has woken."""
+        # The pages come back empty, whatever vLLM's prefix cache says.
+        self.prefix_leases.reset()
         self.channel.withdraw()
 
     def close(self) -> None:
