@@ -38,16 +38,24 @@ class EngineFailed(Exception):
 
 
 class ForkedEngine:
-    """The parent's end. A context manager: leaving it ends the engine."""
+    """The parent's end. A context manager: leaving it ends the engine.
+
+    Attributes:
+        spec: as given.
+        log_path: its output.
+        port: of its side channel, on 127.0.0.1.
+    """
 
     def __init__(self, spec: EngineSpec, logs: Path) -> None:
         self.spec = spec
         self.log_path = logs / f"{spec.name}.log"
         context = forkserver()
         self._pipe, theirs = context.Pipe()
-        (port,) = free_ports(1)
+        (self.port,) = free_ports(1)
         self._process = context.Process(
-            target=main, args=(spec, port, theirs, str(self.log_path)), name=spec.name
+            target=main,
+            args=(spec, self.port, theirs, str(self.log_path)),
+            name=spec.name,
         )
         self._process.start()
         theirs.close()

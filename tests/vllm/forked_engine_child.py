@@ -13,6 +13,8 @@ from typing import Any
 
 _CACHE_TOKENS = 4096
 _SNAPSHOT_S = 30.0
+_PATIENCE_S = 120.0
+"""How long a request may wait to hear who has the first part of its prompt."""
 
 _SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -138,6 +140,10 @@ class ChildEngine:
         from kvferry.connector.scheduler_side import steps
 
         steps.MAX_IDLE_S = 0.05  # `free_blocks` is to know soon what is free
+        from kvferry.scheduler.consumer.pull_estimate import PullEstimate
+
+        # Such models compute a prompt sooner than any answer comes.
+        type.__setattr__(PullEstimate, "wait_s", lambda *_: _PATIENCE_S)
         self._asked = 0
         self._answers: dict[str, Answer] = {}
         self._held_at: int | None = None
