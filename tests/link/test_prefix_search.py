@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvferry.link import limits
 from kvferry.link.allowed_hosts import ANY_HOST
 from kvferry.link.client import SideChannelClient
 from kvferry.link.peer_link import PeerLinks
@@ -203,8 +204,10 @@ def test_a_ticket_that_comes_after_the_end_of_its_search_is_passed_on_once(
 
 
 def test_an_engine_without_prefix_queries_has_refused_and_answers_other_queries(
-    asker: Asker,
+    asker: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Otherwise its silence would end the connection, and tell the same.
+    monkeypatch.setattr(limits, "REPEAT_S", 600.0)
     port = free_port()
     refusal = Refused(
         field="type", value="find_prefixes", expected="a message of this version"
