@@ -28,6 +28,7 @@ from tests.waiting import wait_until
 _rng = random.Random(35)
 KINDS = {kind.model: kind for kind in EXACT}
 WINDOWED = KINDS["small-windowed"]
+MAMBA = KINDS["small-mamba2-hybrid"]
 PREFIX_TOKENS = 600
 """What the source has computed: two whole chunks, and a part of one that is not read."""
 NUM_BLOCKS = 64
@@ -190,3 +191,17 @@ def test_of_a_sliding_window_what_the_source_would_hit_is_read(logs: Path) -> No
     chunks = hit // CHUNK_TOKENS * CHUNK_TOKENS
     assert chunks == 2 * CHUNK_TOKENS
     assert pulled == Pulled(loaded=chunks, external=chunks, refused={})
+
+
+def test_of_recurrent_states_nothing_is_read(logs: Path) -> None:
+    """Their engines answer nobody: the prompt is computed, and right.
+
+    Without prefix caching: vLLM's kernel on CPU fails with `mamba_cache_mode: align`, the only mode that has any.
+    """
+    with ExitStack() as running:
+        specs = [
+            spec(MAMBA, name, enable_prefix_caching=False) for name in ("one", "twin")
+        ]
+        one, twin = start(running, logs, specs)
+        pulled, _ = read_of(one, twin)
+    assert pulled == Pulled(loaded=0, external=0, refused={"prefix_off": 1})
