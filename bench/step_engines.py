@@ -217,7 +217,7 @@ def fly(
     """`count` loads from a producer that does not answer any more: in flight for ever."""
     params = hand_over(stuck, consumer, prompts, blocks)
     consumer.network.freeze(stuck.agent_name)
-    mac_key = stuck.engine.connector.scheduler_side.channel.local.mac_key
+    mac_key = stuck.engine.connector.scheduler_side.channel.local.memory.mac_key
     for index in range(count):
         name, prompt = prompts.next(blocks)
         consumer.engine.add(
