@@ -8,6 +8,7 @@ import pytest
 
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate
 from tests.engine_core.prefixes import LONG, compute, side_of
+from tests.engine_core.test_load_metrics import samples
 from tests.harness.core import configs, node
 from tests.harness.core import scheduler as driver
 from tests.harness.core.node import Node, until
@@ -83,6 +84,9 @@ def test_a_prefix_that_another_engine_has_is_loaded_from_it(
     assert ask(asker, answerer) == len(PROMPT) - 1024
     assert asker.engine.counted("prefix_tokens_loaded") == 1024
     everything_is_over(answerer, asker)
+    (waited_s,) = samples(asker.engine, "prefix_wait_s")
+    assert waited_s > 0
+    assert len(samples(asker.engine, "prefix_saved_s")) == 1
     assert answerer.engine.counted("prefixes_released", "done") == 1
 
 
