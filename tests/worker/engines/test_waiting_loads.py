@@ -141,13 +141,15 @@ def test_the_deadline_of_a_load_that_waits_counts_from_the_last_change_of_its_sl
 
 
 def test_a_producer_that_changes_a_slot_for_ever_does_not_hold_a_load_for_ever(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(deadline, "LONGEST", 3)
+    # So long that a thread which has to wait for a processor has seen the slot change all the same.
+    timeout_s = 1.0
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     (offer,), (load,) = park(producer, consumer)
-    consumer.set_timeouts(load_s=TIMEOUT_S)
+    consumer.set_timeouts(load_s=timeout_s)
     progress, began_s = slots_of(producer.worker).progress, time.monotonic()
 
     def has_failed() -> bool:
@@ -155,8 +157,10 @@ def test_a_producer_that_changes_a_slot_for_ever_does_not_hold_a_load_for_ever(
         return bool(consumer.seen.failed)
 
     rig.step_until(has_failed, "the deadline", only=consumer)
-    assert time.monotonic() - began_s > 2 * TIMEOUT_S, "it did progress"
+    assert time.monotonic() - began_s > 2 * timeout_s, "it did progress"
     assert consumer.seen.failed == {load.request_id: FailureReason.DEADLINE}
+    # And not because a change was missed: then this deadline would not be needed.
+    assert "not over 3 s after its order" in caplog.text
     assert not consumer.seen.alive
 
 
