@@ -18,7 +18,7 @@ COPIED = (
     "scripts/find_python.sh",
     "tests/conftest.py",
 )
-HELPERS = ("tests/seeds.py", "tests/waiting.py")
+HELPERS = ("tests/draws.py", "tests/seeds.py", "tests/waiting.py")
 CHECKS = ("ruff", "mypy", "lint-imports")
 
 PASSES = "def test_fine(): pass\n"

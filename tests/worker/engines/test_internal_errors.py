@@ -176,12 +176,12 @@ def test_an_engine_starts_and_loads_although_its_own_plan_fails(
     def fail(*_: object) -> None:
         raise KeyError("a bug")
 
-    producer, consumer = rig.engine("P"), rig.engine("C")
+    producer = rig.engine("P")
     monkeypatch.setattr(
         "kvferry.worker.fabric.errors.internal_errors._quiet_until_s", 0.0
     )
     with monkeypatch.context() as failing:
         failing.setattr(PlanCache, "plan", fail)
-        consumer.worker.add_siblings(consumer.description.workers)
+        consumer = rig.engine("C")
     assert "a first contact could not be prepared" in caplog.text
     rig.transfer(producer, consumer, tokens=23, seed=3)

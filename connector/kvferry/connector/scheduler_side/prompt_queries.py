@@ -27,6 +27,7 @@ from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.link.query_commands import SETTLING, Producer, QueryCommand
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.errors import InputError
+from kvferry.protocol.hosts import host_port
 from kvferry.protocol.params import NamedPrefill, RemotePrefill
 from kvferry.protocol.params_reader import decode_params
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, request_key
@@ -270,7 +271,9 @@ class PromptQueries:
                     ticket = decode_params(answer.params, most_tokens)
                 except InputError as invalid:
                     logger.warning(
-                        "an answer of %s:%d cannot be used: %s", *producer, invalid
+                        "an answer of %s cannot be used: %s",
+                        host_port(*producer),
+                        invalid,
                     )
                     reason = "invalid_answer"
             search = searches.answered(
