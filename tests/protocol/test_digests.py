@@ -273,3 +273,17 @@ def test_a_hostile_name_with_a_lone_surrogate_is_digested_too() -> None:
     assert different(
         [Prompt([1], lora="\ud800"), Prompt([1], lora="?"), Prompt([1], salt="\ud800")]
     )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 511])
+def test_a_chain_that_grew_beyond_a_ticket_is_compared_up_to_its_end(
+    num_tokens: int,
+) -> None:
+    prompt = Prompt(list(range(600)))
+    grown = GrowingChain(prompt)
+    grown.grow(512)
+    ticket = digest_chain(prompt, num_tokens)
+    assert grown.shared_tokens(ticket, num_tokens) == num_tokens
+    other = digest_chain(Prompt([*range(num_tokens - 1), 9999]), num_tokens)
+    whole_chunks = (num_tokens - 1) // 256 * 256
+    assert grown.shared_tokens(other, num_tokens) == whole_chunks
