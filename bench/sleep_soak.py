@@ -162,7 +162,8 @@ class ToyPair:
             self._stale.append((offer.params, seed))
 
     def _order(self, params: RemotePrefill, seed: int) -> None:
-        name, tokens = f"load-{seed}-{len(self._loads)}", params.remote_num_tokens
+        name = f"load-{seed}-{len(self._loads)}"
+        tokens = params.remote_num_tokens
         blocks: tuple[int, ...] = ()
 
         def allocate(loaded: int) -> tuple[tuple[int, ...], ...]:

@@ -219,7 +219,8 @@ def test_a_request_that_a_paused_engine_refuses_gives_its_lease_back(
     engine: SchedulerEngine = make_engine("kv_consumer")
     sent: list[Any] = []
     core: Any = EngineCoreProc.__new__(EngineCoreProc)
-    core.scheduler, core.reject_new_requests = engine.scheduler, paused
+    core.scheduler = engine.scheduler
+    core.reject_new_requests = paused
     core.add_request = MethodType(EngineCore.add_request, core)
     core.output_queue = SimpleNamespace(put_nowait=sent.append)
     request = engine.made("d", PROMPT, offer(PROMPT, port=eavesdropper.port, slot=6))

@@ -155,7 +155,8 @@ def test_any_pair_is_planned_as_a_brute_force_model_says(
             seen[feature] += 1
 
     hold()
-    accepted, num_drawn = seen["accepted"], seen["drawn"]
+    accepted = seen["accepted"]
+    num_drawn = seen["drawn"]
     with capsys.disabled():
         print(
             f"\n{num_drawn} pairs drawn, {accepted} accepted (KVFERRY_SEED={run_seed})"

@@ -153,7 +153,8 @@ def test_a_turn_is_prefilled_from_the_decoder_that_has_the_ones_before(
     llamas: dict[str, ForkedEngine],
 ) -> None:
     """Its generated answer, too; and the decoder reads of the prefiller only what it lacks."""
-    decoder, prefiller = llamas["one"], llamas["twin"]
+    decoder = llamas["one"]
+    prefiller = llamas["twin"]
     said = tokens(300)
     answer = decoder.ask(said, tokens=250)
     text = [*said, *answer, *tokens(40)]

@@ -53,7 +53,8 @@ class WorkersOfANode(Executor):  # type: ignore[misc]
         ]
 
     def collective_rpc(self, method: Any, *_: Any, **call: Any) -> Any:
-        args, kwargs = call.get("args", ()), call.get("kwargs") or {}
+        args = call.get("args", ())
+        kwargs = call.get("kwargs") or {}
         answers = []
         for worker, backend in zip(self._node.workers, self._backends, strict=True):
             match method:

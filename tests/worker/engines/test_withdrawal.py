@@ -42,7 +42,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def test_both_ends_hand_over_again_after_every_sleep(pair: Pair) -> None:
-    rig, producer, consumer = pair.rig, pair.producer, pair.consumer
+    rig = pair.rig
+    producer = pair.producer
+    consumer = pair.consumer
     rig.transfer(producer, consumer, seed=1)
     for seed, sleeper in enumerate((producer, consumer, producer, consumer), start=2):
         sleeper.sleep()
@@ -55,7 +57,9 @@ def test_both_ends_hand_over_again_after_every_sleep(pair: Pair) -> None:
 
 @promise(1)
 def test_a_lease_from_before_a_sleep_is_never_good_after_it(pair: Pair) -> None:
-    rig, producer, consumer = pair.rig, pair.producer, pair.consumer
+    rig = pair.rig
+    producer = pair.producer
+    consumer = pair.consumer
     rig.transfer(producer, consumer, seed=1)
     offer = producer.prefill(tokens=10, seed=2)
     producer.sleep()
@@ -113,7 +117,9 @@ def test_a_read_in_flight_when_its_producer_falls_asleep_has_failed(rig: Rig) ->
 
 
 def test_loads_under_way_fail_and_leave_nothing_in_the_pages(pair: Pair) -> None:
-    rig, producer, consumer = pair.rig, pair.producer, pair.consumer
+    rig = pair.rig
+    producer = pair.producer
+    consumer = pair.consumer
     rig.transfer(producer, consumer, seed=1)
     name = producer.start_prefill(10, seed=2)
     waiting = consumer.load(
@@ -233,7 +239,9 @@ def test_handshakes_are_refused_during_a_sleep(rig: Rig) -> None:
 
 
 def test_hooks_that_come_twice_change_nothing(pair: Pair) -> None:
-    rig, producer, consumer = pair.rig, pair.producer, pair.consumer
+    rig = pair.rig
+    producer = pair.producer
+    consumer = pair.consumer
     producer.restore()
     rig.transfer(producer, consumer, seed=1)
     producer.sleep()
