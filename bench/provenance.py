@@ -1,16 +1,19 @@
 """Circumstances of a result: the commit that was measured, the machine and the versions.
 
 A benchmark calls `begin` before it measures, and hands what it returns to `bench.figures.publish`. Only a result of one
-clean commit, at the start and at the end, can be published.
+clean commit, at the start and at the end, can be published. Where there is no repository (the GPU check's bundle), a
+seal takes git's place: the commit, and a digest of the files that it had when they were packed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -29,9 +32,14 @@ CODE = (
     "cli",
     "bench",
 )
-MEASURED = (*CODE, "tests", "requirements", "pyproject.toml", ":(exclude)bench/results")
-"""Paths, for git, of what a figure depends on. Benchmarks use the engines of tests/; earlier results do not count."""
+_MEASURED = (*CODE, "tests", "requirements", "pyproject.toml")
+"""What a figure depends on. Benchmarks use the engines of tests/."""
+MEASURED = (*_MEASURED, ":(exclude)bench/results")
+"""The same as paths for git: earlier results do not count."""
+SEAL = "COMMIT"
+"""A file beside those that were packed: 12 digits of their commit, a space, `_digest_of_files`."""
 _ID = re.compile(r"[0-9a-f]{7,40}")
+_SEALED = re.compile(r"([0-9a-f]{12}) ([0-9a-f]{64})\n")
 _PACKAGES = (
     "kvferry",
     "numpy",
@@ -51,8 +59,8 @@ class Checkout:
     """A working tree at one moment.
 
     Attributes:
-        commit: of HEAD, 12 digits; empty where git cannot be asked.
-        changes: lines of `git status` about `MEASURED`, untracked files among them.
+        commit: of HEAD or of the seal, 12 digits; empty where there is neither.
+        changes: lines of `git status` about `MEASURED`, untracked files among them; of a sealed tree one line.
     """
 
     commit: str
@@ -62,7 +70,7 @@ class Checkout:
     def problem(self) -> str | None:
         """Why a result of it cannot be published; None if it can."""
         if not self.commit:
-            return "git does not say which commit this is"
+            return "neither git nor a seal says which commit this is"
         if self.changes:
             return f"the tree has changes beside commit {self.commit}: {', '.join(map(str.strip, self.changes[:5]))}"
         return None
@@ -78,12 +86,17 @@ class Checkout:
 def checkout(root: Path = REPOSITORY) -> Checkout:
     """The working tree as it is now."""
     if not _is_repository(root):
-        return Checkout("")
+        return _sealed(root)
     commit = _git(root, "rev-parse", "--short=12", "HEAD").stdout.strip()
     status = _git(
         root, "status", "--porcelain", "--untracked-files=all", "--", *MEASURED
     ).stdout
     return Checkout(commit, tuple(status.splitlines()))
+
+
+def seal(root: Path, commit: str) -> None:
+    """Write down which commit the files of `root` are of. They are those of the commit, as `git archive` gives them."""
+    (root / SEAL).write_text(f"{commit[:12]} {_digest_of_files(root)}\n")
 
 
 def begin(root: Path = REPOSITORY) -> Checkout:
@@ -138,6 +151,42 @@ def circumstances(commit: str) -> dict[str, Any]:
         },
         "versions": versions,
     }
+
+
+def _sealed(root: Path) -> Checkout:
+    try:
+        text = (root / SEAL).read_text()
+    except OSError:
+        return Checkout("")
+    found = _SEALED.fullmatch(text)
+    if found is None:
+        return Checkout("")
+    commit, digest = found.groups()
+    if _digest_of_files(root) == digest:
+        return Checkout(commit)
+    return Checkout(commit, ("files are not as they were packed",))
+
+
+def _digest_of_files(root: Path) -> str:
+    """SHA-256, in hexadecimal, of the names and bytes of what a figure depends on."""
+    digest = hashlib.sha256()
+    for file in sorted(_measured_files(root)):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(root)} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _measured_files(root: Path) -> Iterator[Path]:
+    results = root / "bench" / "results"
+    for name in _MEASURED:
+        path = root / name
+        if path.is_file():
+            yield path
+        for file in path.rglob("*"):
+            is_made_by_python = "__pycache__" in file.parts
+            if file.is_file() and not is_made_by_python and results not in file.parents:
+                yield file
 
 
 def _processor() -> str:

@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.provenance import seal
+
 from scripts.accuracy.model import default_cache_dir, packaged_gguf
 from scripts.accuracy.settings import DEFAULT_MODEL, ROOT, BadSetting
 from scripts.console import Progress
@@ -400,9 +402,9 @@ def _put_wheel(folder: Path, commit: str) -> None:
 
 
 def _put_checkout(folder: Path, commit: str, weights: bool) -> None:
-    """The check itself, its tests and benchmarks. There is no repository over there to ask for the commit."""
+    """The check itself, its tests and benchmarks. There is no repository over there: a seal says the commit."""
     _put_sources(folder, commit)
-    (folder / "COMMIT").write_text(f"{commit[:12]}\n")
+    seal(folder, commit)
     (folder / "WEIGHTS").write_text("yes\n" if weights else "no\n")
 
 

@@ -205,7 +205,7 @@ def report_of(
 
     It is passed when a part was run and none failed.
     """
-    from bench.provenance import circumstances
+    from bench.provenance import checkout, circumstances
 
     from scripts.gpu_check.pins import not_as_pinned
 
@@ -215,7 +215,7 @@ def report_of(
         "passed": bool(marks - {"skipped"}) and "FAILED" not in marks,
         "device": device,
         "quick": quick,
-        **circumstances(_commit()),
+        **circumstances(str(checkout())),
         "not_as_pinned": not_as_pinned("vllm"),
         "gpus": {gpu.name: gpu.about for gpu in gpus},
         "parts": [asdict(one) for one in done],
@@ -228,17 +228,6 @@ def report_of(
         re.sub(rf"{begin}{re.escape(socket.gethostname())}\b", "HOST", text)
     )
     return anonymous
-
-
-def _commit() -> str:
-    """Of git, or of a bundle that was made of a commit."""
-    from bench.provenance import checkout
-
-    found = checkout()
-    bundled = ROOT / "COMMIT"
-    if not found.commit and bundled.is_file():
-        return bundled.read_text().strip()
-    return str(found)
 
 
 def markdown_of(report: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bench.figures import Results
-from bench.provenance import begin
+from bench.provenance import begin, checkout, seal
 from bench.report import Measured, NotPublishable, require_commits
 
 
@@ -124,3 +124,50 @@ def test_changed_and_new_files_count_where_figures_depend_on_them_and_a_run_says
     said = capsys.readouterr().err
     assert (path in said) == counts
     assert ("cannot be published" in said) == counts
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """Files of a commit without their repository, as the GPU check's bundle carries them."""
+    made = tmp_path / "packed"
+    (made / "bench" / "results").mkdir(parents=True)
+    (made / "bench" / "step.py").write_text("first")
+    (made / "pyproject.toml").write_text("")
+    seal(made, "36830c01adc8" + 28 * "0")
+    return made
+
+
+def test_files_as_they_were_packed_are_of_their_commit_whatever_python_and_benchmarks_add(
+    packed: Path,
+) -> None:
+    (packed / "bench" / "__pycache__").mkdir()
+    (packed / "bench" / "__pycache__" / "step.pyc").write_text("compiled")
+    (packed / "bench" / "results" / "step.json").write_text("{}")
+    found = checkout(packed)
+    assert (found.commit, found.problem) == ("36830c01adc8", None)
+
+
+@pytest.mark.parametrize("change", ["changed", "added", "removed", "renamed"])
+def test_packed_files_that_are_not_as_they_were_cannot_be_published(
+    packed: Path, change: str
+) -> None:
+    file = packed / "bench" / "step.py"
+    if change == "changed":
+        file.write_text("other")
+    elif change == "added":
+        (packed / "bench" / "more.py").write_text("")
+    elif change == "removed":
+        file.unlink()
+    else:
+        file.rename(packed / "bench" / "steps.py")
+    problem = checkout(packed).problem
+    assert problem is not None
+    assert "not as they were packed" in problem
+
+
+@pytest.mark.parametrize("text", ["", "36830c01adc8\n", "HEAD " + 64 * "0" + "\n"])
+def test_a_seal_that_cannot_be_read_names_no_commit(packed: Path, text: str) -> None:
+    (packed / "COMMIT").write_text(text)
+    assert checkout(packed).problem == (
+        "neither git nor a seal says which commit this is"
+    )
