@@ -54,6 +54,8 @@ if [ -n "${OUT:-}" ] && [ -d "$LOG_DIR/gpu-check" ]; then
     mkdir -p "$OUT"
     cp "$newest"/report.* "$OUT/"
     tar -C "$newest" -czf "$OUT/logs.tar.gz" .
-    echo "copied to $OUT: report.md, report.json, logs.tar.gz"
+    # What benchmarks have measured since the bundle was made.
+    find bench/results -name '*.json' -newer COMMIT -exec cp {} "$OUT/" \;
+    echo "copied to $OUT: report.md, report.json, logs.tar.gz, results of benchmarks"
 fi
 exit "$status"
