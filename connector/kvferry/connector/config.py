@@ -26,7 +26,7 @@ from kvferry.connector.config_values import (
 )
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.plan.cost import DIRECT_MIN_BYTES
-from kvferry.protocol.errors import InvalidConfig, one_of
+from kvferry.protocol.errors import InvalidConfig, one_of, shorten
 from kvferry.protocol.hosts import address_of
 from kvferry.protocol.params import SHORTEST_LEASE_S
 from kvferry.trace.recorder import DEFAULT_BYTES, SMALLEST_BYTES
@@ -65,7 +65,7 @@ class FerryConfig:
         ("UCX",), names, "NIXL plugins, in order of preference", peer=True
     )
     num_threads: int = _option(
-        0, whole(0, 64), "extra threads of NIXL's UCX backend; 0 for none", peer=True
+        0, whole(0, 64), "extra threads of NIXL's UCX backend; 0: none", peer=True
     )
     kv_lease_duration: float = _option(
         30.0,
@@ -76,7 +76,8 @@ class FerryConfig:
     bidirectional_kv_xfer: bool = _option(
         False,
         yes_or_no,
-        "whether decoders offer their answers' blocks to the prefill of the conversation's next turn; on both engines",
+        "whether decoders offer their answers' blocks to the prefill of the conversation's next turn; set it on both "
+        "engines",
         peer=True,
     )
     decoder_kv_blocks_ttl: float = _option(
@@ -88,43 +89,44 @@ class FerryConfig:
     kv_recompute_threshold: int = _option(
         64,
         whole(0, 1 << 30),
-        "missing tokens of the last turn from which the prefiller reads them from the decoder; fewer are computed",
+        "the prefiller reads the last turn from the decoder if at least this many tokens of it are missing, and "
+        "computes fewer",
         peer=True,
     )
     streaming: str = _option(
         "auto",
         choice("auto", "off"),
-        "whether routers may send both legs of a request at once, so that decoders ask for a prompt while it is "
-        "prefilled: `auto`, once a decoder that can ask has connected; `off`, never",
+        "`auto`: routers may send both legs of a request at once, and decoders read a prompt while it is prefilled, "
+        "once a decoder that can do so has connected; `off`: never",
     )
     prefix_pulls: str = _option(
         "auto",
         choice("auto", "off"),
-        "whether the first part of a prompt is read from an engine that has it in its cache, where a request or "
-        "`prefix_sources` names one, and whether other engines may read such parts from here: `auto` or `off`, neither",
+        "`auto`: the first part of a prompt is read from another engine's cache where a request or `prefix_sources` "
+        "names that engine, and other engines may read such parts from here; `off`: neither",
     )
     prefix_sources: tuple[str, ...] = _option(
         (),
         sources,
-        "side channels of engines that are asked for the first part of every prompt whose request names none, all at "
-        'once, at most 8; `["10.1.2.3:5600"]`; each prompt waits for one round trip',
+        'side channels of at most 8 engines, e.g. `["10.1.2.3:5600"]`, all of which are asked for the first part of '
+        "each prompt whose request names no source; each such prompt waits for one round trip",
     )
     prefix_pull_min_tokens: int | None = _option(
         None,
         whole(1, 1 << 30),
-        "missing tokens from which the first part of a prompt is read from another engine; default: where it is "
-        "estimated to be sooner than computing, from measured speeds",
+        "the first part of a prompt is read from another engine if at least this many tokens are missing; default: if "
+        "reading is estimated to be faster than computing, from measured speeds",
     )
     lease_slots: int = _option(
         0,
         whole(0, 1 << 20),
-        "leases that can be open at once; 0 for 4 × max_num_seqs, at least 1024",
+        "leases that can be open at once; 0: 4 × max_num_seqs, at least 1024",
     )
     max_leased_fraction: float = _option(
         0.875,
         share,
-        "fraction of the cache's blocks that held leases alone may keep; above it the oldest leases are ended, "
-        "unclaimed ones first; the default leaves an eighth, in which prompts can be prefilled at once",
+        "fraction of the cache's blocks that held leases alone may keep; above it leases are evicted, unclaimed ones "
+        "first, then the oldest; the default leaves an eighth of the cache for prompts to be prefilled",
     )
     engine_ttl: float = _option(
         3600.0,
@@ -135,25 +137,25 @@ class FerryConfig:
     max_peers: int = _option(
         1024,
         whole(1, 1 << 20),
-        "producers known at once, per worker; above it the least recently used one is forgotten, never one that is "
+        "producers that a worker keeps connected; above it the least recently used one is forgotten, never one that is "
         "being read from",
     )
     handshake_timeout_s: float = _option(
         5.0,
         number(0.1, 600),
-        "seconds that a producer may take to send its description, and again for the first read",
+        "seconds within which a producer must send its description, and again within which the first read must end",
     )
     load_timeout_s: float = _option(
         60.0,
         number(0.1, 3600),
-        "seconds without progress after which a load has failed; after 20 times as many, from its order, it has failed "
-        "whatever its progress (20 minutes)",
+        "seconds without progress after which a load fails; 20 times as long after its order (20 minutes) it fails "
+        "whatever its progress",
     )
     failed_read_grace_s: float = _option(
         FAILED_READ_GRACE_S,
         number(0, 86400),
-        "seconds that blocks stay out of use after a failed read from a producer that is alive: until then, data may "
-        "still arrive",
+        "seconds that blocks stay out of use after a failed read from a producer that is alive, since data may still "
+        "arrive",
     )
     max_loads: int = _option(
         1024, whole(1, 1 << 16), "loads in flight at once, per worker"
@@ -161,69 +163,72 @@ class FerryConfig:
     staging_pool_bytes: int | None = _option(
         None,
         pool_size,
-        "bytes per worker through which short runs are read; 0 for none; default 256 MiB on a GPU, 64 MiB elsewhere",
+        "bytes of each worker's staging pool, through which short runs are read; 0: no pool; default: 256 MiB on a "
+        "GPU, 64 MiB elsewhere",
     )
     direct_min_bytes: int = _option(
         DIRECT_MIN_BYTES,
         whole(1, 1 << 40),
-        "run length in bytes from which reads go straight into the cache",
+        "bytes of a run from which it is read straight into the cache",
     )
     mapped_reads: str = _option(
         "auto",
         choice("auto", "off"),
-        "whether the cache of a producer on the same host is mapped and copied from there, without NIXL: `auto`, where "
-        "it lies in shared host memory, which vLLM's own caches do not; `off`, never; on both engines",
+        "`auto`: a consumer maps the cache of a producer on the same host and copies from it without NIXL, where that "
+        "cache lies in shared host memory (vLLM's own caches do not); `off`, on either engine: never",
     )
     max_peer_labels: int = _option(
         32,
         whole(0, MAX_PEER_LABELS),
-        "producers that metrics name in their label `peer`; all others are `other`",
+        "number of producers that metrics name in the label `peer`; all others are `other`",
     )
     allowed_hosts: tuple[str, ...] | None = _option(
         None,
         hosts,
-        "hosts that this engine may connect to, as params spell them; default: this host, and any with a secret. "
-        '`["10.1.0.0/16", "*.prefill.example"]`; `["*"]`: any, clients are trusted; see docs/protocol.md',
+        'hosts that this engine may connect to, as params spell them, e.g. `["10.1.0.0/16", "*.prefill.example"]`; '
+        'default: with a secret any host, without one only this host; `["*"]`: any host, and clients must be trusted; '
+        "see docs/protocol.md",
     )
     prewarm_peers: tuple[str, ...] = _option(
         (),
         addresses,
-        "side channels of producers with which a consumer does the handshake at start, and again after they restart, "
-        'so that no request waits for it; `["10.1.2.3:5600"]`, spelled as their `VLLM_NIXL_SIDE_CHANNEL_HOST`; see '
-        "docs/operations.md",
+        'side channels of producers, e.g. `["10.1.2.3:5600"]`, with which a consumer does the handshake at its start '
+        "and after they restart, so that no request waits for it; hosts are spelled as in the producer's "
+        "`VLLM_NIXL_SIDE_CHANNEL_HOST`; see docs/operations.md",
     )
     model_fingerprint: str | None = _option(
         None,
         name,
-        "a name for the weights; engines with equal names are assumed to serve the same model",
+        "a name for the weights; engines with equal names are taken to have the same weights",
     )
     description_file: str | None = _option(
         None,
         path,
-        "a file for this engine's description, written at start, for `kvferry plan`; `{engine_id}` in it is replaced",
+        "a file to which the engine writes its description at start, for `kvferry plan`; `{engine_id}` in its name is "
+        "replaced",
     )
     trace_dir: str | None = _option(
         None,
         path,
-        "a folder in which each process of this engine records the events of requests, for `kvferry trace`; default "
+        "a folder in which each process of this engine records the events of requests, for `kvferry trace`; default: "
         "nothing is recorded",
     )
     trace_max_bytes: int = _option(
         DEFAULT_BYTES,
         whole(SMALLEST_BYTES, 1 << 40),
-        "bytes per process in `trace_dir`; the newest are kept",
+        "bytes per process in `trace_dir`; the newest events are kept",
     )
 
 
 WITHOUT_MEANING = {
-    "enforce_handshake_compat": "each fact is compared separately; name the weights with model_fingerprint instead",
+    "enforce_handshake_compat": "each fact is compared by itself; name the weights with model_fingerprint instead",
     "push_registration_timeout": "transfers are pulled, never pushed",
     "enable_cross_layers_blocks": "any two memory layouts are paired",
 }
 """Keys of vLLM's NixlConnector that have no effect here, and why not."""
 
 FORMER_KEYS = {
-    "allow_cumem_allocator": "--enable-cumem-allocator needs no permission any more",
+    "allow_cumem_allocator": "--enable-cumem-allocator needs no key any more",
 }
 """Keys of earlier releases. A configuration that still has one starts."""
 
@@ -255,15 +260,16 @@ def read_config(
             if value is not None:
                 values[key] = options[key]["check"](key, value)
         elif key in ignored:
-            logger.warning(
-                "%s=%r means nothing to kvferry: %s", key, value, ignored[key]
-            )
+            logger.warning("%s=%r has no effect: %s", key, value, ignored[key])
         else:
             accepted_keys = one_of(str(key), known_keys())
             if not is_stock:
                 raise InvalidConfig(str(key), value, accepted_keys)
             logger.warning(
-                "%s is not a key of kvferry and is ignored; %s", key, accepted_keys
+                "%s=%s is not a key of kvferry and is ignored; %s",
+                key,
+                shorten(value),
+                accepted_keys,
             )
     return FerryConfig(**values)
 

@@ -64,7 +64,7 @@ def choice(*values: str) -> Callable[[str, Any], str]:
 
     def check(key: str, value: Any) -> str:
         if value not in values:
-            raise InvalidConfig(key, value, f"a choice: {' or '.join(values)}")
+            raise InvalidConfig(key, value, " or ".join(values))
         return str(value)
 
     return check
@@ -77,7 +77,7 @@ def share(key: str, value: Any) -> float:
         or not isinstance(value, (int, float))
         or not 0 < value <= 1
     ):
-        raise InvalidConfig(key, value, "a number above 0, up to 1")
+        raise InvalidConfig(key, value, "a number above 0 and at most 1")
     return float(value)
 
 
@@ -95,7 +95,7 @@ def yes_or_no(key: str, value: Any) -> bool:
     if isinstance(value, str) or value in (0, 1):
         boolean = _BOOLEANS.get(str(value).lower())
     if boolean is None:
-        raise InvalidConfig(key, value, "a choice: true or false")
+        raise InvalidConfig(key, value, "true or false")
     return boolean
 
 
@@ -128,8 +128,8 @@ def _is_list_of_texts(value: Any, *, max_length: int) -> bool:
 def hosts(key: str, value: Any) -> tuple[str, ...]:
     """One or more host patterns."""
     expected = (
-        'a list of hosts: names, "*." and a name, addresses, networks in CIDR notation, or "*" for any host (clients '
-        "are trusted then)"
+        'a list of hosts: names, "*." and a name, addresses, networks in CIDR notation, or "*" for any host (clients must '
+        "be trusted then)"
     )
     # An empty list would allow no host at all.
     if not _is_list_of_texts(value, max_length=MAX_ALLOWED_HOSTS) or not value:
@@ -144,7 +144,7 @@ def hosts(key: str, value: Any) -> tuple[str, ...]:
 def addresses(key: str, value: Any) -> tuple[str, ...]:
     """Side channels, each `host:port`."""
     expected = (
-        f"a list of at most {MAX_PREWARM_PEERS} side channels of producers,"
+        f"a list of at most {MAX_PREWARM_PEERS} addresses of side channels,"
         ' e.g. ["10.1.2.3:5600", "[fd00::1]:5600"]'
     )
     if not _is_list_of_texts(value, max_length=MAX_PREWARM_PEERS):
