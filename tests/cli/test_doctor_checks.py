@@ -166,7 +166,7 @@ GOOD = {
 }
 VERSIONS: list[tuple[str, tuple[int, ...], Machine, str, Mark, str]] = [
     ("", (3, 9, 18), PLAIN, "python", BROKEN, "oldest supported"),
-    ("", (3, 14, 0), PLAIN, "python", LOOK, "nothing newer"),
+    ("", (3, 14, 0), PLAIN, "python", LOOK, "the newest supported is"),
     ("", (3, 10, 4), PLAIN, "vllm", BROKEN, "Python 3.11 or newer for engines"),
     ("vllm=", (3, 10, 4), PLAIN, "vllm", LOOK, "not installed"),
     ("vllm=0.31.9", (3, 11, 7), PLAIN, "vllm", BROKEN, ">=0.32,<0.34"),
@@ -564,7 +564,7 @@ HUGE = "THP_MEM_ALLOC_ENABLE=1"
         ),
         ("always [madvise] never", "", GPUS, OK, ""),
         ("always madvise [never]", "", PLAIN, LOOK, "echo madvise >"),
-        ("", "", PLAIN, OK, "no transparent ones"),
+        ("", "", PLAIN, OK, "no transparent huge pages"),
     ],
 )
 def test_huge_pages_matter_for_caches_in_host_memory_where_torch_asks_for_them(
@@ -580,13 +580,13 @@ ADDRESSES: list[tuple[str, Mark, str]] = [
     ("", LOOK, "is not set: localhost: no other machine"),
     (f"{HOST_VARIABLE}={HERE}", LOOK, "no other machine"),
     (f"{HOST_VARIABLE}=no-such-host.invalid", BROKEN, "cannot be looked up: "),
-    (f"{HOST_VARIABLE}=192.0.2.1", BROKEN, "no address of this machine"),
+    (f"{HOST_VARIABLE}=192.0.2.1", BROKEN, "not an address of this machine"),
     (f"{HOST_VARIABLE}=0.0.0.0", BROKEN, "whichever host reads it"),
     (f"{HOST_VARIABLE}=::", BROKEN, "whichever host reads it"),
     (f"{HOST_VARIABLE}=fe80::1%eth0", BROKEN, "neither an address nor a host name"),
     (f"{HOST_VARIABLE}=127.0.0.1:5600", BROKEN, "neither an address nor a host name"),
-    (f"{PORT_VARIABLE}=tcp://a:80", BROKEN, "is no port"),
-    (f"{PORT_VARIABLE}=65536", BROKEN, "cannot be bound: no port from"),
+    (f"{PORT_VARIABLE}=tcp://a:80", BROKEN, "is not a port"),
+    (f"{PORT_VARIABLE}=65536", BROKEN, "cannot be bound: not a port from"),
 ]
 
 
@@ -636,7 +636,7 @@ def test_ports_are_really_tried() -> None:
         ("", GPUS, OK, "no port"),
         (f"{TELEMETRY} NIXL_TELEMETRY_PROMETHEUS_PORT=here", GPUS, OK, "no port"),
         (TELEMETRY, GPU, OK, "port 9090, which"),
-        (TELEMETRY, GPUS, LOOK, "of an engine's 8 workers"),
+        (TELEMETRY, GPUS, LOOK, "an engine's other 7 workers"),
     ],
 )
 def test_a_telemetry_port_that_several_workers_share_leaves_all_but_one_without(

@@ -293,7 +293,7 @@ def test_the_advice_is_what_helps(
 @pytest.mark.parametrize(
     ("allowed", "said"),
     [
-        (None, "from producers on this host alone"),
+        (None, "only from producers on this host"),
         (["*"], '["*"]'),
         (["10.0.0.0/8"], None),
     ],

@@ -103,5 +103,5 @@ def test_an_end_does_not_wait_for_a_sink_that_hangs(
     recorder.record(1)
     assert sink.entered.wait(20.0)
     recorder.close()
-    assert "is not written" in caplog.text
+    assert "are not written" in caplog.text
     sink.may_go_on.set()

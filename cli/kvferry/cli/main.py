@@ -81,18 +81,18 @@ def _json(what: str) -> Option:
 COMMANDS = {
     "plan": Command(
         "kvferry.cli.plan.command:run_plan",
-        "how one engine would read another's cache",
-        "How CONSUMER would read PRODUCER's cache. Either is a model with the engine's sizes: "
-        "./config.json,tp=4, or a folder or a model of the local hub cache in its place. tp=2 alone has the model of "
-        "the other side. It can also be a short form (layers=32,heads=8,dim=128,tp=4), or an engine's description JSON "
-        "(a file, - for standard input). Exit code 1: the pair is refused.",
+        "show how one engine would read another's cache",
+        "Shows how CONSUMER would read PRODUCER's cache, or why it cannot. Each side is a model with the engine's "
+        "sizes (./config.json,tp=4, or a folder or a model of the local hub cache in the file's place), sizes alone "
+        "(tp=2: the other side's model), a short form (layers=32,heads=8,dim=128,tp=4), or an engine's description "
+        "JSON (a file, or - for standard input). Exit code 1: the pair is refused.",
         (
             Option("producer", "PRODUCER", "the engine that prefills"),
             Option("consumer", "CONSUMER", "the engine that decodes"),
             Option(
                 "--tokens",
                 "N",
-                "length of the prompt (default: 8192, or what the caches hold)",
+                "tokens of the prompt (default: 8192, or what the caches hold)",
             ),
             Option("--link", "G", "GB/s of every worker's link", "50"),
             Option(
@@ -108,7 +108,7 @@ COMMANDS = {
             Option(
                 "--same-host",
                 "",
-                "all of the producer's memory is mapped: both are on one host, with caches in shared files",
+                "both engines are on one host, with caches in shared files: all of the producer's memory is mapped",
             ),
             _json("the plan"),
             Option("--svg", "FILE", "also draw the plan"),
@@ -120,14 +120,14 @@ COMMANDS = {
             Option(
                 "--out",
                 "FILE",
-                "where --copies goes (default: standard output, and no table)",
+                "a file for the output of --copies (default: standard output, without the table)",
             ),
         ),
     ),
     "describe": Command(
         "kvferry.cli.plan.describe:run_describe",
         "ask a running engine for its description",
-        "Ask the engine whose side channel is at HOST:PORT for its description.",
+        "Asks the engine whose side channel is at HOST:PORT for its description. Exit code 1: no engine answered.",
         (
             Option(
                 "address",
@@ -142,27 +142,32 @@ COMMANDS = {
     ),
     "doctor": Command(
         "kvferry.cli.doctor.command:run_doctor",
-        "what is wrong with this machine",
+        "check this machine, and say what to type",
         "Checks versions, devices, UCX settings, limits, ports and the secret of this machine, and makes a "
-        "loopback transfer. Run it as an engine is run: same user, container and environment. "
+        "loopback transfer. Run it like an engine: same user, container and environment. "
         "Exit code 1: something is broken.",
         (
             _json("the findings"),
-            Option("--data-parallel-size", "N", "ranks whose ports are tried", "1"),
+            Option(
+                "--data-parallel-size",
+                "N",
+                "data-parallel ranks of an engine here: the port of each is tried",
+                "1",
+            ),
             Option(
                 "--timeout",
                 "S",
-                "seconds for all checks together, which run at the same time",
+                "seconds for all checks, which run at the same time",
                 "8",
             ),
         ),
     ),
     "bench": Command(
         "kvferry.cli.bench.command:run_bench",
-        "what the fabric between two machines does",
+        "measure the fabric between two machines",
         "Reads memory of known content from one machine to another over NIXL, compares every byte and "
-        "times the reads, before an engine is started. Run --listen on one machine and --connect on the other, as "
-        "engines are run: same user, container and environment. Exit code 1: a byte was wrong.",
+        "times the reads. Run it before you start an engine, --listen on one machine and --connect on the other, like "
+        "engines: same user, container and environment. Exit code 1: a byte was wrong.",
         (
             Option(
                 "--listen",
@@ -175,39 +180,41 @@ COMMANDS = {
             Option(
                 "--allowed-hosts",
                 "HOST,…",
-                "addresses and networks whose clients may join a listener without a secret, or * for any (default: "
-                "this host's)",
+                "addresses and networks from which a client may join a listener without a secret, or * for any "
+                "(default: this host)",
             ),
             Option(
                 "--connect",
                 "HOST[:PORT]",
-                "read from a listener, at port 5700 by default",
+                "read from this listener (default port: 5700)",
             ),
-            Option("--device", "D", "auto, cpu or cuda", "auto"),
+            Option("--device", "D", "memory to read: auto, cpu or cuda", "auto"),
             Option("--max-size", "N", "largest read, up to 1G", "64M"),
-            Option("--seconds", "S", "for each row of the table", "0.5"),
-            Option("--timeout", "S", "for a read, or an answer", "10"),
+            Option("--seconds", "S", "seconds to measure each row of the table", "0.5"),
+            Option("--timeout", "S", "seconds to wait for a read, or an answer", "10"),
             _json("what was measured"),
         ),
     ),
     "trace": Command(
         "kvferry.cli.trace.command:run_trace",
-        "where the time of handovers went",
-        "Merges what engines with `trace_dir` recorded into one timeline per handover, the slowest first.",
+        "show where the time of handovers went",
+        "Merges the records of engines with `trace_dir` into one timeline per handover, the slowest first.",
         (
             Option(
                 "dirs",
                 "DIR",
-                "folders, searched to the bottom, or files *.jsonl",
+                "folders, searched recursively, or *.jsonl files",
                 nargs="+",
             ),
-            Option("-o --out", "OUT", "a file for ui.perfetto.dev: .json or .json.gz"),
+            Option(
+                "-o --out", "OUT", "write a file for ui.perfetto.dev: .json or .json.gz"
+            ),
             Option(
                 "--request",
                 "ID",
-                "only handovers with an id (of any kind) that contains this",
+                "only handovers with an id, of any kind, that contains this",
             ),
-            Option("--slowest", "N", "handovers that are shown", "20"),
+            Option("--slowest", "N", "number of handovers to show", "20"),
             _json("what was found"),
         ),
     ),

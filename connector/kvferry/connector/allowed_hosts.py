@@ -40,13 +40,13 @@ def warn_of_trust(allowed: AllowedHosts, secrets: Secrets) -> None:
         return
     if allowed.this_host:
         logger.warning(
-            "without a secret and without allowed_hosts this engine reads from producers on this host alone, and "
+            "without a secret and without allowed_hosts this engine reads only from producers on this host, and "
             "computes all other prompts itself; give all engines one %s, or list the producers' hosts in allowed_hosts",
             VARIABLE,
         )
     elif allowed.any_host:
         logger.warning(
-            'allowed_hosts is ["*"] and there is no secret: whoever can write params can make this engine read from '
+            'allowed_hosts is ["*"] and there is no secret: anyone who can write params can make this engine read from '
             "any host, and answer others with text that this host chose; set %s on all engines",
             VARIABLE,
         )

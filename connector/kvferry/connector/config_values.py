@@ -128,8 +128,8 @@ def _is_list_of_texts(value: Any, *, max_length: int) -> bool:
 def hosts(key: str, value: Any) -> tuple[str, ...]:
     """One or more host patterns."""
     expected = (
-        'a list of hosts: names, "*." and a name, addresses, networks in CIDR notation, or "*" for any host (clients must '
-        "be trusted then)"
+        'a list of hosts: names, "*." and a name, addresses, networks in CIDR notation, or "*" for any host (clients '
+        "must be trusted then)"
     )
     # An empty list would allow no host at all.
     if not _is_list_of_texts(value, max_length=MAX_ALLOWED_HOSTS) or not value:

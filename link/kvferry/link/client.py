@@ -317,7 +317,7 @@ class SideChannelClient:
         try:
             return await within(timeout_s, attempts, advice(host))
         except PeerRefused as refused:
-            raise PeerRefused(f"{where} cannot be spoken to: {refused}") from None
+            raise PeerRefused(f"{where} cannot be connected: {refused}") from None
         except NothingListens as closed:
             raise NothingListens(f"{where} {closed}") from None
         except HandshakeFailed as failed:

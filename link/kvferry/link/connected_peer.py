@@ -234,4 +234,4 @@ class ConnectedPeer:
         """
         self._ignored_bytes += len(frame) + limits.MESSAGE_BYTES
         if self._ignored_bytes > limits.MAX_IGNORED_BYTES:
-            raise HandshakeFailed("answers what it was not asked")
+            raise HandshakeFailed("sent answers to no query")

@@ -164,7 +164,7 @@ class Connection:
                     else _listener_has_one("has a secret")
                 )
             if result is ConnectionEvent.GARBLED and not secrets:
-                raise HandshakeFailed("does not keep to the protocol of ZMQ")
+                raise HandshakeFailed("does not speak ZMQ's protocol")
         if not secrets:
             raise _listener_has_one(
                 "cuts every connection, most likely because it has a secret"

@@ -126,7 +126,7 @@ def test_where_loads_are_not_ordered_nothing_is_mapped(
 ) -> None:
     monkeypatch.setattr(mapping, "KEEPS_ORDER", False)
     described = Described()
-    with pytest.raises(NotMappable, match="not ordered"):
+    with pytest.raises(NotMappable, match="may reorder loads"):
         WorkerMapping(MEMORY, described.worker())
 
 

@@ -111,7 +111,7 @@ class Recorder(Generic[Item]):
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             logger.warning(
-                "%s: what was recorded last is not written after %g s",
+                "%s: the last events are not written after %g s",
                 self._thread.name,
                 CLOSE_S,
             )
@@ -134,7 +134,7 @@ class Recorder(Generic[Item]):
                 # Once: a full disk would repeat the line five times a second.
                 if not self._num_failed:
                     logger.warning(
-                        "%s: cannot be written, now and maybe later: %r",
+                        "%s: cannot be written, and events may be lost: %r",
                         self._thread.name,
                         error,
                     )

@@ -357,7 +357,9 @@ class TransferThread:
             unsafe = [load for load in unsafe if not load.settle()]
             time.sleep(MAX_BACKOFF_S)
         if unsafe:
-            logger.warning("closed while %d loads may still be written", len(unsafe))
+            logger.warning(
+                "closed while reads of %d loads may still write", len(unsafe)
+            )
 
     def _take_messages(self) -> None:
         """Wait for a message, no longer than `_wait_s`, and carry out all there are."""
@@ -534,5 +536,6 @@ class TransferThread:
                 results.counts["graces_over"] += graces_over
         if graces_over:
             logger.warning(
-                "%d failed reads: their memory is used again after a grace", graces_over
+                "%d failed reads: their memory is used again after failed_read_grace_s",
+                graces_over,
             )

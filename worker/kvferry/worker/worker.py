@@ -225,7 +225,7 @@ class FerryWorker:
         if not ended:
             return
         logger.error(
-            "a step has raised: %d leases end that consumers could not read yet",
+            "a step has raised: %d leases end, whose prompts it may not have computed",
             len(ended),
         )
         with self._results as results:
@@ -366,7 +366,7 @@ class FerryWorker:
             # Memory that a stuck thread may still read into must not go back to the engine: it leaks.
             if not self._now.thread.close():
                 logger.error(
-                    "the transfer thread is stuck in a call; what it uses is left alone"
+                    "the transfer thread is stuck in a call; its memory is not freed"
                 )
                 return
             self._now.fabric.close()

@@ -36,7 +36,7 @@ def check_address(machine: Machine) -> Iterator[Finding]:
         read_host(host)
         address = listening_address(host)
         if try_port(address, 0) == "EADDRNOTAVAIL":
-            problem = f"{setting} ({address}) is no address of this machine: a producer cannot listen"
+            problem = f"{setting} ({address}) is not an address of this machine: a producer cannot listen"
     except ValueError as why:
         problem = f"{setting} is {why}: a producer cannot start"
     except OSError as no_such_host:
@@ -60,13 +60,13 @@ def _ports(machine: Machine, address: str) -> Iterator[Finding]:
     written = machine.environ.get(PORT_VARIABLE, str(DEFAULT_PORT))
     if not re.fullmatch(r"[0-9]{1,5}", written):
         do = f"export {PORT_VARIABLE}={DEFAULT_PORT}"
-        yield broken(f"{PORT_VARIABLE}={written} is no port", do, check)
+        yield broken(f"{PORT_VARIABLE}={written} is not a port", do, check)
         return
     free = []
     taken = []
     for rank in range(machine.ranks):
         port = int(written) + rank
-        refusal = "no port from 1 to 65535"
+        refusal = "not a port from 1 to 65535"
         if 0 < port < 65536:
             refusal = try_port(address, port)
         named = f"{port} (data-parallel rank {rank})"
@@ -76,7 +76,7 @@ def _ports(machine: Machine, address: str) -> Iterator[Finding]:
             do = f"expected while an engine runs; else: ss -ltnp 'sport = :{port}', or another {PORT_VARIABLE}"
             taken.append(look(f"{named} is in use", do, check))
         else:
-            do = f"export {PORT_VARIABLE}=<a port from 1024 to 65535, so that every rank's is, too>"
+            do = f"export {PORT_VARIABLE}=<a port from 1024, with room for every rank up to 65535>"
             taken.append(broken(f"{named} cannot be bound: {refusal}", do, check))
     if free:
         yield ok(f"free: {', '.join(free)}", check)
@@ -125,20 +125,22 @@ def check_telemetry(machine: Machine) -> Iterator[Finding]:
     is_prometheus = environ.get("NIXL_TELEMETRY_EXPORTER", "").lower() == "prometheus"
     is_port = written.isdecimal() and 0 < int(written) < 65536
     if not (is_enabled and is_prometheus and is_port):
-        yield ok("no port of NIXL's own; its figures are in the engine's /metrics")
+        yield ok(
+            "NIXL opens no port of its own; its figures are in the engine's /metrics"
+        )
         return
     refusal = try_port("0.0.0.0", int(written))  # noqa: S104 - NIXL does
     gpus = len(machine.gpus)
     if refusal:
         yield look(
-            f"port {written} cannot be bound ({refusal}): an engine started here has no telemetry, silently",
+            f"port {written} cannot be bound ({refusal}): an engine started here silently has no telemetry",
             "another NIXL_TELEMETRY_PROMETHEUS_PORT; or unset NIXL_TELEMETRY_ENABLE and read the engine's /metrics",
         )
     elif gpus > 1:
         # The second process with the port has no telemetry, and NIXL does not say so.
         yield look(
-            f"port {written}, which one process can have: of an engine's {gpus} workers the others have none, silently",
+            f"port {written}, which only one process can bind: an engine's other {gpus - 1} workers silently have none",
             "unset NIXL_TELEMETRY_ENABLE and read the engine's /metrics, or give every worker a port of its own",
         )
     else:
-        yield ok(f"port {written}, which one process can have")
+        yield ok(f"port {written}, which only one process can bind")

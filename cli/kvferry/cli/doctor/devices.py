@@ -129,13 +129,13 @@ def check_efa(machine: Machine) -> Iterator[Finding]:
     for build, plugin in plugins().items():
         failure = load_error(plugin, machine)
         if not failure:
-            found = f"{devices}; its plugin loads ({build}), and kvferry was never run over EFA"
+            found = f"{devices}; its plugin loads ({build}), but kvferry was never run over EFA"
             yield look(found, f"set {key}")
             return
         failures.append(f"{build}: {failure}")
     why = "; ".join(failures) or "no build of NIXL has it"
     yield broken(
-        f"{devices}, and its plugin does not load ({why})",
+        f"{devices}, but its plugin does not load ({why})",
         f"install libfabric (AWS: the EFA installer), hwloc and the GPU's driver, and set {key}",
     )
 

@@ -107,9 +107,7 @@ def check_mapped_reads(machine: Machine) -> Iterator[Finding]:
     """Whether processes of this host can map each other's caches."""
     architecture = platform.machine()
     if architecture != "x86_64":
-        yield ok(
-            f"not on {architecture}, whose loads are not ordered: reads go over NIXL"
-        )
+        yield ok(f"not on {architecture}, which may reorder loads: reads go over NIXL")
         return
     try:
         _map_a_child()
@@ -127,7 +125,9 @@ def check_mapped_reads(machine: Machine) -> Iterator[Finding]:
             found, "start the containers of both engines with --pid=host, or hostPID"
         )
         return
-    yield ok("processes of one user can; vLLM's own caches are not in shared files")
+    yield ok(
+        "processes of one user can map each other's; vLLM's own caches are not in shared files"
+    )
 
 
 def _map_a_child() -> None:
@@ -178,7 +178,7 @@ def check_processors(machine: Machine) -> Iterator[Finding]:
         do = "a core per worker and one for the engine: Kubernetes: resources.limits.cpu; Docker: --cpus"
         yield look(found, do)
     elif quota < threads:
-        found = f"{found}, and {threads} threads compute: all stop when it is used up"
+        found = f"{found}, and {threads} threads compute: all stop when the quota is used up"
         yield look(
             found, f"export OMP_NUM_THREADS={math.floor(quota)}, or raise the quota"
         )
@@ -222,7 +222,7 @@ def check_huge_pages(machine: Machine) -> Iterator[Finding]:
     mode = modes.partition("[")[2].partition("]")[0]
     found = f"transparent: {mode}"
     if not mode:
-        yield ok("the kernel has no transparent ones")
+        yield ok("the kernel has no transparent huge pages")
     elif machine.gpus:
         yield ok(found)
     elif mode == "never":

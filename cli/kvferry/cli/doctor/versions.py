@@ -85,7 +85,7 @@ def _python(python: tuple[int, int, int]) -> Finding:
         found = f"{shown}; the oldest supported is {_dotted(lowest)}"
         return broken(found, "use Python 3.11", "python")
     if python[:2] > highest:
-        found = f"{shown}; nothing newer than {_dotted(highest)} is declared"
+        found = f"{shown}; the newest supported is {_dotted(highest)}"
         return look(found, "use Python 3.11 to 3.13", "python")
     return ok(shown, "python")
 
@@ -93,10 +93,10 @@ def _python(python: tuple[int, int, int]) -> Finding:
 def _vllm(installed: Mapping[str, str], python: tuple[int, int, int]) -> Finding:
     shown = ", ".join(f"{name} {version}" for name, version in installed.items())
     if not installed:
-        do = "pip install 'kvferry[vllm]' where an engine runs; the commands of kvferry do without"
+        do = "needed only where an engine runs: pip install 'kvferry[vllm]'"
         return look("not installed", do, "vllm")
     if len(installed) > 1:
-        do = "pip uninstall one of them: they write the same files, and then install the other again"
+        do = "they write the same files: pip uninstall one of them, then install the other again"
         return broken(f"{shown}: both", do, "vllm")
     if python[:2] < PYTHON_OF_VLLM:
         found = f"{shown} under Python {_dotted(python[:2])}"
@@ -112,7 +112,7 @@ def _nixl(installed: str, packages: Mapping[str, str]) -> Finding:
     builds = {build: packages[build] for build in NIXL_BUILDS if build in packages}
     shown = ", ".join(f"{name} {version}" for name, version in builds.items())
     if not builds:
-        do = f"pip install 'nixl[cu12]=={installed}' or 'nixl[cu13]=={installed}', as the CUDA of your torch"
+        do = f"pip install 'nixl[cu12]=={installed}' or 'nixl[cu13]=={installed}', by the CUDA of your torch"
         found = f"{installed} without a build for any CUDA: it cannot be loaded"
         return broken(found, do, "nixl")
     if set(builds.values()) != {installed}:
@@ -126,7 +126,7 @@ def _pyzmq(installed: str) -> Finding:
         import zmq
     except ImportError:
         do = f"pip install --force-reinstall pyzmq=={installed}"
-        return broken(f"{installed}, and it cannot be imported", do, "pyzmq")
+        return broken(f"{installed}, which cannot be imported", do, "pyzmq")
     if not zmq.has("curve"):
         do = "pip install --force-reinstall --only-binary :all: pyzmq, or build libzmq with libsodium"
         found = f"{installed} without CURVE: no secret can protect the side channel"

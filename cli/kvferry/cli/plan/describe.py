@@ -78,7 +78,7 @@ def fetch(
     except InvalidMessage as wrong:
         where = host_port(host, port)
         raise HandshakeFailed(
-            f"{where} is no side channel of kvferry, or of another version: {wrong}"
+            f"{where} is not a side channel of kvferry, or is one of another version: {wrong}"
         ) from None
     return description
 

@@ -81,7 +81,7 @@ def run(pipe: Pipe) -> None:
     if isinstance(message, ReadableAgent):
         if message.kind != memory.kind:
             raise ReadsFailed(
-                f"the listener offers {message.kind}, and here is {memory.kind}; see --device of both"
+                f"the listener offers {message.kind}, this end has {memory.kind}; give both the same --device"
             )
         pipe.send(CaseProgress(what="first contact"))
         reader = _Reader(pipe, task, fabric, memory, message)

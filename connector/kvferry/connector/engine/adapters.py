@@ -158,7 +158,7 @@ class Adapters:
         if (name, reason) not in self._reported:
             self._reported.add((name, reason))
             logger.warning(
-                "adapter %s: prompts are computed where they are decoded: %s",
+                "adapter %s: its prompts are not handed over: %s",
                 name,
                 reason,
             )

@@ -398,7 +398,7 @@ class RequestIntake:
         is_intended = self._leases.intend(request.request_id, use)
         if not is_intended:
             logger.warning(
-                "req=%s is served without a lease: one by its id has not ended",
+                "req=%s is served without a lease: a lease with its id has not ended",
                 request.request_id,
             )
         return is_intended

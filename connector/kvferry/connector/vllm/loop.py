@@ -92,7 +92,7 @@ class EngineLoop:
             if not self._is_reported:
                 self._is_reported = True
                 logger.info(
-                    "this engine cannot be woken (%r): while idle, its metrics are of its last step",
+                    "this engine cannot be woken (%r): while it is idle, its metrics are those of its last step",
                     error,
                 )
             return None

@@ -53,7 +53,7 @@ class PrefixCache:
             coordinator.find_longest_cache_hit([], 0)
         except Exception as error:  # noqa: BLE001 - vLLM's internals may differ
             logger.warning(
-                "no other engine reads prefixes from here: this vLLM's prefix cache is another one (%r)",
+                "no other engine reads prefixes from here: kvferry does not know this vLLM's prefix cache (%r)",
                 error,
             )
             return

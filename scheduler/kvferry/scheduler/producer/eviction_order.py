@@ -1,7 +1,7 @@
 """Lease eviction: which held leases end when blocks are needed, in what order, and how many.
 
-Prefixes go before everything else, as soon as the engine's own requests may need their blocks: whoever loses one
-computes it, which no other engine has done for it alone. Until a consumer renews a lease it is unknown whether it will
+Prefixes go before everything else, as soon as the engine's own requests may need their blocks: an engine that loses
+one computes it, and no prefill was made for it alone. Until a consumer renews a lease it is unknown whether it will
 be read. So next come turns that no consumer has renewed, then prompts that no consumer has renewed in time. Leases that
 may still be read go only when the shortage has lasted for a heartbeat: waiting for slower consumers costs nothing,
 while every lease that ends unread costs a prefill.

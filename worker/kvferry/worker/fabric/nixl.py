@@ -302,7 +302,7 @@ class NixlFabric:
             self.undecodable += 1
             if self.undecodable == 1:
                 logger.warning(
-                    "agent=%s lost notifications: the name of a sender is %s",
+                    "agent=%s lost notifications: a sender has the name %s",
                     self.agent_name,
                     error,
                 )

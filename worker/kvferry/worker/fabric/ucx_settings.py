@@ -131,7 +131,7 @@ def apply_ucx_defaults(environ: MutableMapping[str, str]) -> None:
     chosen = ucx_defaults(environ, has_cuda=_has_cuda_driver())
     environ.update(chosen)
     for name, value in chosen.items():
-        logger.info("set %s=%s, which the environment left open", name, value)
+        logger.info("set %s=%s, which the environment does not set", name, value)
 
 
 def _has_cuda_driver() -> bool:

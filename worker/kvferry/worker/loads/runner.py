@@ -335,7 +335,7 @@ class LoadRunner:
         if load.lacks_room and awake_s - load.deadline.progressed_s > _NO_ROOM_S:
             raise LoadFailed(
                 FailureReason.STAGING,
-                "what failed reads may still write into leaves it no part of the staging pool",
+                "failed reads may still write into the staging pool, and leave it no room",
             )
 
     def _succeed(self, load: Load) -> None:

@@ -46,7 +46,7 @@ class WorkerMapping:
                 f"an allocation of less than {PROOF_BYTES} bytes has no proof"
             )
         if not KEEPS_ORDER:
-            raise NotMappable(f"loads of {platform.machine()} are not ordered")
+            raise NotMappable(f"{platform.machine()} may reorder loads")
         self._opened = peer_memory.open(shared)
         self._described = shared.allocations
         self._starts = sorted(

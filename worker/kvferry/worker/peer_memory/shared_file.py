@@ -128,7 +128,7 @@ def _check_file(fd: int, path: str, expected: str, num_bytes: int) -> None:
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if not seals & fcntl.F_SEAL_SHRINK:
         raise NotMappable(
-            f"{path} is not sealed against shrinking: reading it could be SIGBUS"
+            f"{path} is not sealed against shrinking: reading it could raise SIGBUS"
         )
     if status.st_size != num_bytes:
         raise NotMappable(
