@@ -45,12 +45,13 @@ _HEAD = """\
 
 # Performance
 
-Figures are medians, and charts have the range seen, unless they say otherwise. A benchmark and its comparison ran in
-the same run. Every chapter links to its JSON, which has all tables, the machine, the versions and the commit. How each
-benchmark measures is in [bench/README.md](../bench/README.md), why targets are missed in [the list](missed-targets.md).
+Figures are medians, and charts show the range, unless they say otherwise. A benchmark and what it is compared with ran
+in the same run. Every chapter links to its JSON, which has all tables, the machine, the versions and the commit.
+[bench/README.md](../bench/README.md) says how each benchmark measures, [missed-targets.md](missed-targets.md) why a
+target is missed.
 
-**Chapters whose names end in `-cuda` are of one NVIDIA H200, without vLLM; all others are of CPUs.** Real engines have
-not been measured on a GPU: [gpu-check.md](gpu-check.md) says what ran on one, and measures on yours.
+**Chapters whose names end in `-cuda` ran on one NVIDIA H200, without vLLM; all others ran on CPUs.** vLLM engines have
+not been measured on a GPU: [gpu-check.md](gpu-check.md) says what ran on one, and how to measure yours.
 """
 
 
@@ -220,7 +221,7 @@ def _summary(found: Sequence[Measured]) -> list[str]:
     ]
     if commands:
         lines += [
-            "No run of a commit of this repository is published of",
+            "Not published, for lack of a run of a commit of this repository:",
             f"{', '.join(commands)}.",
             "",
         ]

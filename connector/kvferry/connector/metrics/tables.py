@@ -136,7 +136,7 @@ def _by_peer(exported: str, doc: str) -> Metric:
 # Metrics with the meaning of one of vLLM's NixlConnector have its name (`nixl_…`), so that dashboards keep working.
 COUNTERS: Mapping[str, Metric] = {
     "loads": Metric(
-        "kvferry_loads", "Prompts ordered to be loaded from another engine."
+        "kvferry_loads", "Prompts whose load from another engine was ordered."
     ),
     "turn_loads": Metric(
         "kvferry_turn_loads", "Loads that read a last turn from its decoder."
@@ -146,24 +146,26 @@ COUNTERS: Mapping[str, Metric] = {
         "Loads that read the first part of a prompt from an engine that had it in its cache.",
     ),
     "prefix_tokens_loaded": Metric(
-        "kvferry_prefix_tokens_loaded", "Tokens of such loads that were good."
+        "kvferry_prefix_tokens_loaded",
+        "Tokens of prefixes that were loaded from other engines, by good loads.",
     ),
     "prefix_queries": Metric(
         "kvferry_prefix_queries",
-        "Prompts for whose first part other engines were asked.",
+        "Prompts for which other engines were asked for the first part.",
     ),
     "prefixes_found": Metric(
-        "kvferry_prefixes_found", "Prompts of which one had enough, in time."
+        "kvferry_prefixes_found",
+        "Prompts of which a queried engine had a long enough first part, in time.",
     ),
     "prefixes_not_pulled": Metric(
         "kvferry_prefixes_not_pulled",
-        "Prompts whose first part was computed here although sources of it were named, or were configured.",
+        "Prompts whose first part was computed here although sources for it were named or configured.",
         "reason",
         PREFIX_REASONS,
     ),
     "planned_bytes": Metric(
         "kvferry_planned_bytes",
-        "Bytes of good loads, by the transfer plan: staged ones, mapped ones, and the rest, which is read in place.",
+        "Bytes of good loads, by the transfer plan: staged, mapped and read in place.",
     ),
     "planned_descriptors": Metric(
         "kvferry_planned_descriptors",
@@ -182,24 +184,26 @@ COUNTERS: Mapping[str, Metric] = {
     ),
     "placed_loads": Metric(
         "kvferry_placed_loads",
-        "Good loads, by worker and destination of their reads in the plan: the cache itself, the staging pool, the "
-        "cache from mapped memory, some of each, or none since this worker lacks nothing.",
+        "Good loads, by worker and how the plan places their reads: in the cache (direct), in the staging pool, copied "
+        "from mapped memory, several of these (mixed), or none, since this worker lacks nothing.",
         "plan",
         PLACINGS,
     ),
     "peer_loads": _by_peer(
         "kvferry_peer_loads",
-        "Good loads, by worker and producer: the first `max_peer_labels` have names.",
+        "Good loads, by worker and producer; the first `max_peer_labels` producers have names.",
     ),
     "peer_bytes": _by_peer(
-        "kvferry_peer_bytes", "Bytes of these loads, by the transfer plan."
+        "kvferry_peer_bytes",
+        "Bytes of good loads, by producer and by the transfer plan.",
     ),
     "peer_load_s": _by_peer(
-        "kvferry_peer_load_seconds", "Sum of their seconds from order to last byte."
+        "kvferry_peer_load_seconds",
+        "Sum of the seconds of good loads from order to last byte, by producer.",
     ),
     "peer_failed_loads": _by_peer(
         "kvferry_peer_failed_loads",
-        "Failed loads, by worker and producer: it has a name after its first good load.",
+        "Failed loads, by worker and producer; a producer has a name after its first good load.",
     ),
     "local_recomputes": Metric(
         "kvferry_local_recomputes",
@@ -223,26 +227,27 @@ COUNTERS: Mapping[str, Metric] = {
     ),
     "aborted_loads": Metric(
         "kvferry_aborted_loads",
-        "Loads that were cancelled since their request was aborted, by worker.",
+        "Loads that were cancelled because their request was aborted, by worker.",
     ),
     "failed_transfers": Metric("nixl_num_failed_transfers", "Failed loads, by worker."),
     "failed_notifications": Metric(
         "nixl_num_failed_notifications", "Notifications that could not be sent."
     ),
     "expired": Metric(
-        "nixl_num_kv_expired_reqs", "Leases that ran out before their blocks were read."
+        "nixl_num_kv_expired_reqs", "Leases that expired before their blocks were read."
     ),
     "quarantined_loads": Metric(
         "kvferry_quarantined_loads",
         "Failed loads whose blocks might still have been written, by worker.",
     ),
     "quarantined_blocks": Metric(
-        "kvferry_quarantined_blocks", "Blocks of these loads, by worker."
+        "kvferry_quarantined_blocks",
+        "Blocks of failed loads that might still have been written, by worker.",
     ),
     "stalled_heartbeats": Metric(
         "kvferry_stalled_heartbeats",
-        "Heartbeats in which nothing was computed, although requests waited, blocks were free or kept by loads that "
-        "were over, and no load was in flight.",
+        "Heartbeats in which nothing was computed, although requests waited, blocks were free or kept by ended loads, "
+        "and no load was in flight.",
     ),
     "graces_over": Metric(
         "kvferry_read_graces_over",
@@ -267,23 +272,23 @@ COUNTERS: Mapping[str, Metric] = {
     ),
     "stream_restarts": Metric(
         "kvferry_stream_restarts",
-        "Times that such a prompt was preempted, and its consumer had to begin again.",
+        "Times that a prompt was preempted while a consumer read it, and the consumer had to begin again.",
     ),
     "streams_refused": Metric(
         "kvferry_streams_refused",
-        "Prompts queried while they were computed, that could be read when complete only: all `rows` were used, or "
-        "this `engine`, or the `consumer`, cannot or is set not to, or a `window` may not reach back far enough for "
+        "Prompts queried while they were computed that could be read only when complete: all `rows` were used, this "
+        "`engine` or the `consumer` cannot stream or is set not to, or a `window` may not reach back far enough for "
         "the consumer's larger blocks.",
         "reason",
         STREAM_REFUSALS,
     ),
     "prefills_kept": Metric(
         "kvferry_prefills_kept",
-        "Prompts that should but cannot be decoded elsewhere: streamed, embeddings, or without tokens to leave out.",
+        "Prompts that were to be decoded elsewhere and cannot: streamed input, embeddings, or no token to leave out.",
     ),
     "leases_released": Metric(
         "kvferry_leases_released",
-        "Ended leases, by how they ended; `abandoned` ones were never held, `evicted` ones kept needed blocks.",
+        "Ended leases of prompts, by how they ended; `abandoned`: never held; `evicted`: their blocks were needed.",
         "how",
         RELEASE_WAYS,
     ),
@@ -298,18 +303,18 @@ COUNTERS: Mapping[str, Metric] = {
     ),
     "turns_released": Metric(
         "kvferry_turns_released",
-        "Ended turn leases, by how they ended; `abandoned` ones were never offered, `evicted` ones gave up blocks.",
+        "Ended leases of turns, by how they ended; `abandoned`: never offered; `evicted`: their blocks were needed.",
         "how",
         RELEASE_WAYS,
     ),
     "prefixes_opened": Metric(
         "kvferry_prefixes_opened",
-        "Leases opened for first tokens of prompts that another engine has found in this engine's cache.",
+        "Leases opened for prefixes that another engine reads from this engine's cache.",
     ),
     "prefixes_refused": Metric(
         "kvferry_prefixes_refused",
-        "Queries for such tokens without a lease: no prefix is cached, or leases of prefixes have their share of "
-        "blocks and slots, or the lease was over when the query was repeated.",
+        "Queries for prefixes that got no lease: no prefix is cached, leases of prefixes have used up their share of "
+        "blocks or slots, or the lease had ended when the query was repeated.",
         "reason",
         tuple(
             reason.value
@@ -319,12 +324,13 @@ COUNTERS: Mapping[str, Metric] = {
     ),
     "prefixes_released": Metric(
         "kvferry_prefixes_released",
-        "Ended leases of prefixes, by how they ended; `evicted` ones gave up blocks or slots.",
+        "Ended leases of prefixes, by how they ended; `evicted`: their blocks or slots were needed.",
         "how",
         RELEASE_WAYS,
     ),
     "leases_given_back": Metric(
-        "kvferry_leases_given_back", "Leases of other engines given back unread."
+        "kvferry_leases_given_back",
+        "Leases of other engines that were given back unread.",
     ),
     "heartbeats": Metric(
         "kvferry_heartbeats", "Renewals sent for other engines' leases."
@@ -347,15 +353,15 @@ COUNTERS: Mapping[str, Metric] = {
     "bad_frames": Metric("kvferry_bad_frames", "Invalid messages on the side channel."),
     "lost_orders": Metric(
         "kvferry_lost_orders",
-        "Steps whose orders a worker could not read: a bug. Their loads fail, and the worker lacks their holds.",
+        "Steps whose orders a worker could not decode: a bug. Their loads fail, and the worker lacks their holds.",
     ),
     "side_channel_errors": Metric(
         "kvferry_side_channel_errors", "Messages that the side channel could not send."
     ),
     "side_channel_refusals": Metric(
         "kvferry_side_channel_refusals",
-        "Refused connections to this engine's side channel: another secret, a secret at one end only, closed before "
-        "that was known, or dropped because there were too many.",
+        "Refused connections to this engine's side channel: another secret, a secret at one end only (one_sided), "
+        "closed before that was known (unfinished), or too many connections.",
         "reason",
         REASONS,
     ),
@@ -363,7 +369,7 @@ COUNTERS: Mapping[str, Metric] = {
 
 GAUGES: Mapping[str, Metric] = {
     "loads_now": Metric(
-        "kvferry_loads_now", "Loads that are ordered and have not ended."
+        "kvferry_loads_now", "Loads that were ordered and have not ended."
     ),
     "prompts_waiting_now": Metric(
         "kvferry_prompts_waiting_now",
@@ -371,11 +377,11 @@ GAUGES: Mapping[str, Metric] = {
     ),
     "leases_computing_now": Metric(
         "kvferry_leases_computing_now",
-        "Leases, of prompts and of turns, whose requests still run.",
+        "Leases of prompts, turns and prefixes whose blocks are not held yet.",
     ),
     "leases_held_now": Metric(
         "kvferry_leases_held_now",
-        "Leases, of prompts and of turns, whose blocks are held.",
+        "Leases of prompts, turns and prefixes whose blocks are held.",
     ),
     "lease_slots": Metric("kvferry_lease_slots", "Leases that can be open at once."),
     "leased_blocks_now": Metric(
@@ -394,18 +400,19 @@ GAUGES: Mapping[str, Metric] = {
     ),
     "peers_now": Metric(
         "kvferry_peers_now",
-        "Producers that are ready for reads, on the worker with the most.",
+        "Producers that are connected and ready for reads, on the worker with the most.",
     ),
     "quarantined_requests_now": Metric(
         "kvferry_quarantined_requests_now",
         "Requests whose load failed and whose blocks may still be written.",
     ),
     "quarantined_blocks_now": Metric(
-        "kvferry_quarantined_blocks_now", "Blocks of these requests, out of use."
+        "kvferry_quarantined_blocks_now",
+        "Blocks of failed loads that are out of use, since they may still be written.",
     ),
     "oldest_quarantine_s": Metric(
         "kvferry_oldest_quarantine_seconds",
-        "Seconds for which the oldest of them has been out of use.",
+        "Seconds for which the oldest quarantined blocks have been out of use.",
     ),
 }
 
@@ -445,12 +452,12 @@ HISTOGRAMS: Mapping[str, Metric] = {
     ),
     "prefix_wait_s": Metric(
         "kvferry_prefix_wait_seconds",
-        "Time for which a prompt waited to hear who had its first part.",
+        "Time for which a prompt waited for answers about its first part.",
         buckets=_SECONDS,
     ),
     "prefix_saved_s": Metric(
         "kvferry_prefix_saved_seconds",
-        "Time that a good load of a prefix took less than computing it would have, by the estimate.",
+        "Time that a good load of a prefix saved, by the estimate of computing it.",
         buckets=_SECONDS,
     ),
     "queue_s": Metric(
@@ -460,22 +467,22 @@ HISTOGRAMS: Mapping[str, Metric] = {
     ),
     "connecting_s": Metric(
         "kvferry_load_connecting_seconds",
-        "Time after that until its producer was connected, and the device was done with the blocks' last owner.",
+        "Time from a load's begin until its producer was connected and the device done with the blocks' last owner.",
         buckets=_SECONDS,
     ),
     "fence_s": Metric(
         "kvferry_load_fence_seconds",
-        "Time after that until the fence showed that the producer was ready.",
+        "Time of a load from connected until the fence showed that the producer was ready.",
         buckets=_SECONDS,
     ),
     "read_s": Metric(
         "kvferry_load_read_seconds",
-        "Time after that until all bytes were read and in place.",
+        "Time of a load from ready until all bytes were read and in place.",
         buckets=_SECONDS,
     ),
     "relayout_s": Metric(
         "kvferry_relayout_seconds",
-        "The part of that in which staged loads copied bytes from the staging pool into place.",
+        "The part of a load's read time in which bytes were copied from the staging pool into place.",
         buckets=_SECONDS,
     ),
     "handshake_s": Metric(
