@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import venv
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,9 @@ class FakeEnvironment(Environment):
 
     def create(self) -> None:
         self.asked.append("create")
+
+    def compile(self) -> None:
+        """Nothing is installed."""
 
     def install(self, file: Path, *options: str) -> None:
         self.asked.append(" ".join((file.name, *options)))
@@ -144,3 +148,14 @@ def test_without_a_cpu_build_of_torch_the_message_says_what_to_do(
     with pytest.raises(BootstrapError, match="PIP_EXTRA_INDEX_URL"):
         bootstrap.make(environment, ["cpu"])
     assert environment.asked == ["create"]
+
+
+def test_what_was_installed_is_compiled_though_pip_did_not(tmp_path: Path) -> None:
+    venv.create(tmp_path, with_pip=False, symlinks=True)
+    package = tmp_path / "lib" / "package"
+    package.mkdir(parents=True)
+    (package / "right.py").write_text("x = 1\n")
+    (package / "wrong.py").write_text("print 'of another Python'\n")
+    Environment(tmp_path).compile()
+    compiled = {file.name.partition(".")[0] for file in package.rglob("*.pyc")}
+    assert compiled == {"right"}
