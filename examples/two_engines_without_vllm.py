@@ -1,9 +1,9 @@
 """Two engines without vLLM: one process computes the KV cache of a prompt, the other reads it over NIXL.
 
-    pip install 'kvferry[worker]' && python examples/two_engines_without_vllm.py
+    pip install '.[worker]' && python examples/two_engines_without_vllm.py
 
 The producer's blocks hold 16 tokens, head by head; the consumer's hold 8, token by token. kvferry plans the reads from
-both descriptions, and puts in place what does not lie alike. A pipe stands in for the router between the engines.
+both descriptions, and puts bytes in place where the layouts differ. A pipe stands in for the router.
 """
 
 from __future__ import annotations

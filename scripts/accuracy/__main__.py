@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="check the settings and print the device, then stop",
     )
     for name, variable in _FLAGS.items():
-        about = f"the same as the variable {variable}, before it"
+        about = f"overrides the variable {variable}"
         parser.add_argument(
             name, dest=variable, metavar=variable, default="", help=about
         )

@@ -221,7 +221,7 @@ class Settings:
     dp_ep: bool = _theirs(
         "DP_EP",
         "",
-        "if set, DECODER_TP_SIZE data parallel ranks of TP 1, experts shared out, on decoders",
+        "if set, DECODER_TP_SIZE data parallel ranks of TP 1 with expert parallelism for each decode engine",
         bool,
     )
 
@@ -232,7 +232,10 @@ class Settings:
         _one_of("", "cuda", "cpu"),
     )
     prefill_layout: str = _ours(
-        "PREFILLER_KV_LAYOUT", "", "the same of the prefill engines", _one_of(*_LAYOUTS)
+        "PREFILLER_KV_LAYOUT",
+        "",
+        "cache layout of the prefill engines, as DECODER_KV_LAYOUT",
+        _one_of(*_LAYOUTS),
     )
     cross_layers: bool = _ours(
         "CROSS_LAYERS",
@@ -291,7 +294,7 @@ class Settings:
     start_timeout_s: float = _ours(
         "START_TIMEOUT_S",
         "300",
-        "seconds that an engine may take to start, its model at hand",
+        "seconds that an engine may take to start, after the download of its model",
         _number(float, 10, 7200),
     )
     request_timeout_s: float = _ours(
