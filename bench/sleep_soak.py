@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from kvferry.protocol.params import RemotePrefill
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from tests.geometry.effects import number_names
 from tests.geometry.pairs import Pair
 from tests.harness import handover
@@ -355,7 +355,9 @@ def left_in(fabrics: list[FaultFabric], seen: Seen) -> None:
 
 
 HYBRID = replace(RIG_SETTINGS, failed_read_grace_s=0.5)
-HYBRID_MAPPED = replace(HYBRID, mapped_reads=True, staging_pool_bytes=0)
+HYBRID_MAPPED = replace(
+    HYBRID, mapped_reads=MappedReadsOption.AUTO, staging_pool_bytes=0
+)
 
 
 def soak(

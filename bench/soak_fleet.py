@@ -19,7 +19,7 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.handshake import Hello, Renew
 from kvferry.protocol.params import RemotePrefill
 from kvferry.worker.loads.state import LoadState
-from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from tests.geometry.caches import Side
 from tests.geometry.handmade import attention, side
 from tests.harness.integrity import check_worker
@@ -226,7 +226,8 @@ class Fleet:
         life = self._consumer_lives
         self._consumer_lives += 1
         maps = int((life + 1) * self._mapped) > int(life * self._mapped)
-        return replace(kind, settings=replace(kind.settings, mapped_reads=maps))
+        mapped_reads = MappedReadsOption.AUTO if maps else MappedReadsOption.OFF
+        return replace(kind, settings=replace(kind.settings, mapped_reads=mapped_reads))
 
     def _start(self, name: str, kind: Kind, port: int | None = None) -> SoakEngine:
         self.lives += 1

@@ -457,6 +457,46 @@ def test_caches_are_mapped_by_containers_of_one_pid_namespace(
     agree(found_by(host.check_mapped_reads, Machine(root=tmp_path)), mark, said)
 
 
+LACKS: list[tuple[str, str, bool, str, str]] = [
+    (host.FIRST_IPC_NAMESPACE, "", True, "H100", "tried on one (mapped_reads: cuda_"),
+    (host.FIRST_IPC_NAMESPACE, "", False, "H100", "lack the Python package cuda-bind"),
+    ("ipc:[7]", "", True, "H100", "--ipc=host"),
+    (host.FIRST_IPC_NAMESPACE, "", True, "H100 MIG 1g.10gb", "not divided (MIG)"),
+    (
+        host.FIRST_IPC_NAMESPACE,
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        True,
+        "H100",
+        "can be exported (PYTORCH_CUDA_ALLOC_CONF)",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("namespace", "settings", "has_bindings", "gpu", "said"), LACKS
+)
+def test_why_caches_on_a_gpu_are_not_mapped_is_said(
+    namespace: str,
+    settings: str,
+    has_bindings: bool,
+    gpu: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    namespaces = tmp_path / "proc/self/ns"
+    namespaces.mkdir(parents=True)
+    (namespaces / "pid").symlink_to(host.FIRST_PID_NAMESPACE)
+    (namespaces / "ipc").symlink_to(namespace)
+    monkeypatch.setattr(
+        "importlib.metadata.distributions", lambda name: ["13"] * has_bindings
+    )
+    machine = Machine(root=tmp_path, gpus=(gpu,))
+    found = found_by(host.check_mapped_reads, machine, settings)
+    assert found[0].mark is OK
+    assert said in found[0].found
+
+
 def test_memory_that_cannot_be_mapped_and_loads_without_order_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

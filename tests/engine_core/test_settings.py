@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from kvferry.worker.worker import FerryWorker
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import SchedulerEngine
@@ -28,7 +28,7 @@ EXTRA: dict[str, Any] = {
     "engine_ttl": 3601.0,
     "max_peers": 17,
     "failed_read_grace_s": 59.0,
-    "mapped_reads": "off",
+    "mapped_reads": "cuda_ipc",
     "allowed_hosts": ["10.1.0.0/16", "p0.example"],
 }
 NAMES = {"engine_ttl": "peer_ttl_s"}
@@ -55,7 +55,7 @@ def test_every_key_of_a_worker_reaches_it(
     (settings,) = given
     wanted = {NAMES.get(key, key): value for key, value in EXTRA.items()}
     wanted["allowed_hosts"] = AllowedHosts.from_entries(EXTRA["allowed_hosts"])
-    wanted["mapped_reads"] = False
+    wanted["mapped_reads"] = MappedReadsOption.CUDA_IPC
     assert {name: getattr(settings, name) for name in wanted} == wanted
     assert {field.name for field in fields(WorkerSettings)} == set(
         wanted

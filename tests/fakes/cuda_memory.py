@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,12 @@ _READS = {"__bool__", "__float__", "__int__", "cpu", "item", "numpy", "to", "tol
 
 
 class FakeDevice(Device):
-    """The port to a fake device. New memory has the bytes that work of its former owner still writes there."""
+    """The port to a fake device. New memory has the bytes that work of its former owner still writes there.
+
+    Attributes:
+        allocate: makes memory of a shape; in files where other processes are to open it (`tests.fakes.ipc_driver`).
+        mapped: memory of other processes that is mapped, length by address.
+    """
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__(cuda.where, cuda)
@@ -45,6 +50,8 @@ class FakeDevice(Device):
         self._fresh: list[torch.Tensor] = []
         self._variants: set[tuple[object, ...]] = set()
         self._memory: list[torch.Tensor] = []
+        self.allocate: Callable[[tuple[int, ...]], torch.Tensor] = _aligned
+        self.mapped: dict[int, int] = {}
 
     def own(self, storages: Sequence[torch.Tensor]) -> None:
         """These are in the device's memory too."""
@@ -52,7 +59,7 @@ class FakeDevice(Device):
 
     def empty(self, *shape: int) -> torch.Tensor:
         self.cuda.record("empty", makes=True)
-        memory = _aligned(shape)
+        memory = self.allocate(shape)
         self._fresh.append(memory)
         self._memory.append(memory)
 
@@ -181,9 +188,8 @@ class FakeDevice(Device):
             there + offsets[:, 1],
             int(shape[0] & 31),
         )
-        ranges = [(one.data_ptr(), one.nbytes) for one in self._memory] + list(
-            self.cuda.registered.items()
-        )
+        ranges = [(one.data_ptr(), one.nbytes) for one in self._memory]
+        ranges += [*self.cuda.registered.items(), *self.mapped.items()]
         starts, lengths = np.array(ranges).T
         for addresses in (here, there):
             offsets = addresses[:, None] - starts

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Fabric
+from kvferry.worker.settings import MappedReadsOption
 from kvferry.worker.staging import staged_reads
 from kvferry.worker.staging.pool import WAVES_PER_LOAD
 from tests.harness.cache_engine import SETTINGS
@@ -37,14 +38,17 @@ LONG_TIMEOUTS = replace(
     SETTINGS,
     load_timeout_s=TIMEOUT_S,
     handshake_timeout_s=TIMEOUT_S,
-    mapped_reads=False,
+    mapped_reads=MappedReadsOption.OFF,
 )
 DIRECT = (SHAPE, replace(LONG_TIMEOUTS, staging_pool_bytes=0))
 STAGED = (
     replace(SHAPE, axes="bth"),
     replace(LONG_TIMEOUTS, staging_pool_bytes=1 << 20, direct_min_bytes=1 << 20),
 )
-MAPPED = (STAGED[0], replace(LONG_TIMEOUTS, staging_pool_bytes=0, mapped_reads=True))
+MAPPED = (
+    STAGED[0],
+    replace(LONG_TIMEOUTS, staging_pool_bytes=0, mapped_reads=MappedReadsOption.AUTO),
+)
 """The consumer's layouts: the producer's, and another one. Who maps the producer reads its slots there, too."""
 PLACINGS = {"direct": DIRECT, "staged": STAGED, "mapped": MAPPED}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -28,7 +29,9 @@ from kvferry.protocol.handshake import (
 from kvferry.worker.fabric.port import MemoryKind, OpenHandles, Region
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.peer_memory.host_memory import FileMemory
+from kvferry.worker.peers.mapped_route import Mapper
 from kvferry.worker.peers.peer import PeerKey, connect, disconnect
+from kvferry.worker.relayout.reference import ReferenceRelayout
 from kvferry.worker.staging.buffer import Staging
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.fuzz.distortion import distorted
@@ -317,7 +320,10 @@ def connecting(data: bytes) -> None:
     costs = Costs(staged_run_bytes=staging.longest_run if staging is not None else 0)
     try:
         plan = plan_transfer(both.own, 0, hostile, costs)
-        peer = connect(both.reader, both.caches.kv, staging, key, hostile, plan, MEMORY)
+        caches = both.caches.kv
+        copies = partial(ReferenceRelayout, destinations=caches.storages)
+        mapper = Mapper(MEMORY, copies)
+        peer = connect(both.reader, caches, staging, key, hostile, plan, mapper)
     except KvferryError:
         pass
     else:

@@ -40,7 +40,11 @@ from kvferry.protocol.prompt_queries import (
     Unsubscribe,
     encode_params,
 )
-from kvferry.protocol.shared_memory import SharedAllocation, SharedMemory
+from kvferry.protocol.shared_memory import (
+    DeviceAllocation,
+    SharedAllocation,
+    SharedMemory,
+)
 
 KEY = bytes(range(32))
 BOOT = "0123456789abcdef" * 2
@@ -125,9 +129,25 @@ def make_worker(**changes: Any) -> WorkerDescription:
                     address=0x7FFF_0000_0000, num_bytes=8192, fd=9, name="5" * 32
                 ),
             ),
+            device_allocations=(make_device_allocation(),),
+            device_proof=make_device_allocation(num_bytes=16),
         ),
     )
     return msgspec.structs.replace(worker, **changes)
+
+
+def make_device_allocation(**changes: Any) -> DeviceAllocation:
+    """Memory of a device that CUDA IPC can open."""
+    allocation = DeviceAllocation(
+        address=0x7F00_0000_1000,
+        num_bytes=1 << 20,
+        offset=0x1000,
+        allocation_bytes=2 << 20,
+        handle=bytes(range(64)),
+        generation=3,
+        device="a" * 32,
+    )
+    return msgspec.structs.replace(allocation, **changes)
 
 
 def make_description(**changes: Any) -> EngineDescription:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvferry.protocol.params import RemotePrefill
-from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from kvferry.worker.worker import MakeFabric
 from tests.geometry.caches import Side, carve
 from tests.geometry.models import Model
@@ -21,7 +21,7 @@ SETTINGS = WorkerSettings(
     load_timeout_s=120.0,
     max_loads=8,
     staging_pool_bytes=1 << 16,
-    mapped_reads=False,
+    mapped_reads=MappedReadsOption.OFF,
 )
 
 

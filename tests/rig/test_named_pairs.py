@@ -11,6 +11,7 @@ from kvferry.worker.device import HOST
 from kvferry.worker.peer_memory.mapping import WorkerMapping
 from kvferry.worker.peer_memory.port import NotMappable, PeerMemory
 from kvferry.worker.peers import peer
+from kvferry.worker.settings import MappedReadsOption
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.geometry.handmade import attention, hybrid, latent, pair, side
 from tests.geometry.models import Model
@@ -22,7 +23,9 @@ from tests.rig.memory import WorkerMemory
 WAYS = {
     "direct": replace(SETTINGS, staging_pool_bytes=0),
     "staged": SETTINGS,
-    "mapped": replace(SETTINGS, staging_pool_bytes=0, mapped_reads=True),
+    "mapped": replace(
+        SETTINGS, staging_pool_bytes=0, mapped_reads=MappedReadsOption.AUTO
+    ),
 }
 """Of every pair: by the settings of both engines."""
 
@@ -175,7 +178,8 @@ def test_without_a_pool_two_cache_dtypes_need_mapped_memory(is_mapped: bool) -> 
     model = attention()
     here = replace(side(model), cache_dtype="float8_e4m3", scales=(0.5,))
     made = pair(model, replace(side(model), cache_dtype="bfloat16"), here, tokens=45)
-    no_pool = replace(SETTINGS, staging_pool_bytes=0, mapped_reads=is_mapped)
+    mapped_reads = MappedReadsOption.AUTO if is_mapped else MappedReadsOption.OFF
+    no_pool = replace(SETTINGS, staging_pool_bytes=0, mapped_reads=mapped_reads)
     with rig_of(made, no_pool) as (producer, consumer):
         if is_mapped:
             assert hand_over(made, producer, consumer).mapped_bytes
@@ -251,7 +255,7 @@ def test_every_byte_arrives_where_only_every_second_worker_is_mapped(
         return WorkerMapping(peer_memory, worker)
 
     monkeypatch.setattr(peer, "WorkerMapping", some_mapped)
-    settings = replace(SETTINGS, mapped_reads=True)
+    settings = replace(SETTINGS, mapped_reads=MappedReadsOption.AUTO)
     with rig_of(
         scene.pair, settings, make_fabric=lambda agent: MemoryFabric(agent, network)
     ) as (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.worker.device import HOST
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from kvferry.worker.worker import MakeFabric
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.geometry.caches import Side
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 DRAWS = 30
 CONVERTED_DRAWS = 15
 MAPPED_DRAWS = int(os.environ.get("KVFERRY_MAPPED_PAIRS", "20"))
-MAPPED = replace(SETTINGS, mapped_reads=True, staging_pool_bytes=0)
+MAPPED = replace(SETTINGS, mapped_reads=MappedReadsOption.AUTO, staging_pool_bytes=0)
 WAYS = st.sampled_from(
     (
         *(replace(SETTINGS, staging_pool_bytes=pool) for pool in (0, 1 << 11, 1 << 16)),

@@ -173,9 +173,10 @@ class FerryConfig:
     )
     mapped_reads: str = _option(
         "auto",
-        choice("auto", "off"),
+        choice("auto", "cuda_ipc", "off"),
         "`auto`: a consumer maps the cache of a producer on the same host and copies from it without NIXL, where that "
-        "cache lies in shared host memory (vLLM's own caches do not); `off`, on either engine: never",
+        "cache lies in shared host memory (vLLM's own caches do not); `cuda_ipc`, on both engines: also where it lies "
+        "on a GPU, which has never run on one; `off`, on either engine: never",
     )
     max_peer_labels: int = _option(
         32,

@@ -30,6 +30,31 @@ class SharedAllocation(msgspec.Struct, frozen=True, kw_only=True):
     name: Hex128
 
 
+class DeviceAllocation(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a device, which others open with CUDA IPC: a part of one allocation of the driver's.
+
+    An allocator that caches, such as PyTorch's, gives out parts of what it has from the driver, and a handle is of the
+    whole.
+
+    Attributes:
+        address: of its first byte in the worker's process; the addresses of tensors count so.
+        num_bytes: its size.
+        offset: of its first byte in the driver's allocation.
+        allocation_bytes: size of the driver's allocation.
+        handle: that the driver opens it by.
+        generation: the driver's number of the allocation; another one at the same address has another number.
+        device: UUID of the device. Its number differs from process to process, with `CUDA_VISIBLE_DEVICES`.
+    """
+
+    address: Address
+    num_bytes: Positive
+    offset: Address
+    allocation_bytes: Positive
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    generation: Address
+    device: Hex128
+
+
 class SharedMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What other processes of a worker's host can map.
 
@@ -38,8 +63,11 @@ class SharedMemory(msgspec.Struct, frozen=True, kw_only=True):
         pid_namespace: in which `pid` counts.
         pid: of the worker's process.
         ipc_namespace: its IPC namespace, in which UCX's shared memory is found; None if it is not known.
-        allocations: those of its caches and of its lease table: all of them, or none.
+        allocations: files: the lease table's, and the caches' if they lie in host memory. All of them, or none.
         why_not: why there are none.
+        device_allocations: the caches' if they lie on a device.
+        device_proof: a copy of the last 16 bytes of the first file on that device: whoever reads the same there has
+            opened memory of this process.
     """
 
     machine: Text
@@ -50,3 +78,7 @@ class SharedMemory(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     why_not: Text | None = None
     ipc_namespace: Text | None = None
+    device_allocations: Annotated[
+        tuple[DeviceAllocation, ...], Meta(max_length=MAX_ALLOCATIONS)
+    ] = ()
+    device_proof: DeviceAllocation | None = None

@@ -15,10 +15,13 @@ from unittest.mock import patch
 from kvferry.protocol.ids import SlotState, slot_word
 from kvferry.protocol.ids import epoch_from_text as epoch_of
 from kvferry.protocol.orders import FailureReason
+from kvferry.worker import worker_memory
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.relayout import triton_relayout
+from kvferry.worker.settings import MappedReadsOption
 from tests.fakes.cuda import FakeCuda, Phase, Rule
 from tests.fakes.cuda_memory import kernels, launch_relayout, watched
+from tests.fakes.ipc_driver import FakeIpcDriver
 from tests.fakes.memory_fabric import MemoryFabric
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
@@ -35,6 +38,10 @@ SETUPS: dict[str, dict[str, Any]] = {
         "shape": CacheShape(axes="bth"),
     },
     "through host memory": {"settings": replace(SETTINGS, host_buffer=True)},
+    "mapped": {
+        "settings": replace(STREAMS, mapped_reads=MappedReadsOption.CUDA_IPC),
+        "shape": CacheShape(axes="bth"),
+    },
 }
 _ASKED = 20
 
@@ -73,9 +80,13 @@ class Stage:
             contextlib.ExitStack() as opened
         ):  # a fault at registration leaves nothing behind
             opened.enter_context(kernels())
+            opened.enter_context(
+                patch.object(worker_memory, "CudaIpcDriver", FakeIpcDriver)
+            )
             settings = self._setup["settings"]
+            is_mapped = settings.mapped_reads is MappedReadsOption.CUDA_IPC
             self.producer = self._rig.engine(
-                "P", device=self.here.device, settings=settings
+                "P", device=self.here.device, settings=settings, shared=is_mapped
             )
             self.consumer = self._rig.engine(
                 "C", device=self.there.device, **self._setup

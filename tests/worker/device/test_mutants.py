@@ -247,6 +247,13 @@ MUTANTS = {
         scenes.the_model_after_the_relayout,
         "staged",
     ),
+    "the model does not wait for what is copied from mapped memory": Mutant(
+        TritonRelayout,
+        "try_start",
+        returning(REACHED),
+        scenes.the_model_after_the_relayout,
+        "mapped",
+    ),
     "the model does not wait for the zeroing": Mutant(
         TritonRelayout,
         "try_start",

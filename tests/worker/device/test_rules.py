@@ -76,7 +76,7 @@ def test_blocks_of_a_failed_load_are_named_until_the_relayouts_stream_has_passed
         scenes.blocks_after_the_relayout(stage)
 
 
-@pytest.mark.parametrize("setup", ["direct", "staged"])
+@pytest.mark.parametrize("setup", ["direct", "staged", "mapped"])
 def test_blocks_are_named_until_then_also_where_the_launch_has_raised(
     setup: str,
 ) -> None:
@@ -84,7 +84,7 @@ def test_blocks_are_named_until_then_also_where_the_launch_has_raised(
         scenes.blocks_after_a_launch_that_raised(stage)
 
 
-@pytest.mark.parametrize("setup", ["direct", "staged"])
+@pytest.mark.parametrize("setup", ["direct", "staged", "mapped"])
 @pytest.mark.parametrize(
     "scene",
     [scenes.streamed_reads_after_the_model, scenes.streamed_report_after_the_relayout],

@@ -12,6 +12,7 @@ import pytest
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.peer_memory.mapping import WorkerMapping
 from kvferry.worker.peers import mapped_route, peer
+from kvferry.worker.settings import MappedReadsOption
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
@@ -78,7 +79,7 @@ def test_a_lease_that_has_ended_fails_the_load(any_rig: Rig) -> None:
 
 @pytest.mark.parametrize("side", ["producer", "consumer"])
 def test_where_it_is_off_on_either_side_the_fabric_reads(rig: Rig, side: str) -> None:
-    off = replace(SETTINGS, mapped_reads=False)
+    off = replace(SETTINGS, mapped_reads=MappedReadsOption.OFF)
     producer = rig.engine(
         "P", shared=True, **{"settings": off} if side == "producer" else {}
     )

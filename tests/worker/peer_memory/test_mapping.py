@@ -18,10 +18,11 @@ from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.shared_memory import SharedAllocation, SharedMemory
 from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS, StreamRows
 from kvferry.worker.peer_memory import mapping
-from kvferry.worker.peer_memory.host_memory import FileMemory, machine_id, pid_namespace
+from kvferry.worker.peer_memory.host_memory import FileMemory
 from kvferry.worker.peer_memory.mapping import WorkerMapping
 from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable
 from kvferry.worker.peer_memory.shared_file import SharedFile
+from kvferry.worker.peer_memory.this_process import machine_id, pid_namespace
 from tests.harness.caches import CacheShape, ToyCaches
 
 MEMORY = FileMemory()
@@ -81,7 +82,7 @@ def test_every_byte_is_found_and_the_slots_are_those_of_the_table() -> None:
     assert mapped.slots.tolist() == [[0x0101010101010101] * 2] + [[0, 0]] * (SLOTS - 1)
     for number, tensor in enumerate(described.caches.kv.tensors):
         described.caches.kv.storages[number][:] = 7 + number
-        allocation = mapped.allocations[1 + number]
+        allocation = mapped.files[1 + number]
         offset = mapped.address_of(tensor.base) - allocation.ctypes.data
         assert offset == tensor.base - described.caches.kv.storages[number].data_ptr()
         assert allocation[offset] == 7 + number

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvferry.worker.device import Device
+from kvferry.worker.peer_memory.port import DeviceBytes
 from kvferry.worker.relayout.shape import Shape
 from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
 from tests.fakes.device_mark import FakeClock
@@ -131,3 +132,67 @@ def test_there_is_room_for_every_wave_of_the_same_pieces_also_where_shapes_no_lo
     assert DeviceTable.compile(
         apart, DevicePieces.compile(pieces), TILE
     ).num_bytes <= room_for(largest)
+
+
+@pytest.mark.parametrize("most_programs", [1, 7, 64, 1000])
+@pytest.mark.parametrize("tile", [1, 16])
+def test_a_launch_of_the_most_units_has_no_more_programs_than_it_may(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, most_programs: int, tile: int
+) -> None:
+    """One unit is launched whatever it needs; where more are, twice as many would be too many."""
+    from kvferry.worker.relayout import triton_relayout
+
+    launched: list[int] = []
+    monkeypatch.setattr(triton_relayout, "MAX_PROGRAMS", most_programs)
+    monkeypatch.setattr(
+        triton_relayout,
+        "launch_relayout",
+        lambda **arguments: launched.append(arguments["num_programs"]),
+    )
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    relayout = triton_relayout.TritonRelayout([memory], [memory], tile=tile)
+    address = memory.data_ptr()
+    shapes = (Shape(axes=(), run=160), Shape(axes=(), run=37))
+    rows = [(address, address + 1024, number % 2, 0) for number in range(5)]
+    pieces = Pieces(shapes, np.array(rows, dtype=np.int64))
+
+    def programs_of(units: int) -> int:
+        table = WaveTable(
+            pieces, ((0, units),) * 2, np.zeros((units, 4), dtype=np.int32)
+        )
+        launched.clear()
+        for mark in clock.marks:
+            mark.over = True
+        assert relayout.try_start(table) is not None
+        return launched[0]
+
+    most = relayout.most_units(pieces)
+    if most > 1:
+        assert programs_of(most) <= most_programs
+    assert programs_of(2 * most) > most_programs // 2 or most_programs < 64
+
+
+def test_with_other_sources_only_these_are_read_and_they_are_kept(
+    clock: FakeClock,
+) -> None:
+    from kvferry.worker.relayout.triton_relayout import TritonRelayout
+
+    class Mapped:
+        pass
+
+    memory = torch.zeros(64, dtype=torch.uint8)
+    relayout = TritonRelayout((), [memory])
+    for mark in clock.marks:
+        mark.over = True
+    with pytest.raises(InvalidTable, match="source of shape 0"):
+        relayout.try_start(wave(memory))
+    mapped = Mapped()
+    is_kept = weakref.ref(mapped)
+    reading = relayout.reading([DeviceBytes(memory.data_ptr(), 64, mapped)])
+    del mapped
+    assert reading.try_start(wave(memory)) is not None
+    assert is_kept() is not None
+    with pytest.raises(InvalidTable, match="source of shape 0"):
+        relayout.try_start(wave(memory))
+    del reading
+    assert is_kept() is None, "with its last user, not when it is collected"

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.link.secrets import Secrets
 from kvferry.plan.cost import DIRECT_MIN_BYTES
 from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
+
+
+class MappedReadsOption(enum.Enum):
+    """What is mapped of producers on this host, and shared with consumers there. The values are the configuration's."""
+
+    OFF = "off"
+    AUTO = "auto"
+    """Caches in files of host memory."""
+    CUDA_IPC = "cuda_ipc"
+    """Those too, and caches on a device. Never run on a chip: docs/gpu-check.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +39,7 @@ class WorkerSettings:
     peer_ttl_s: after which a producer that was not read from is forgotten; 0 or less for never.
     max_peers: producers that are known at once, not counting those that are being read from.
     failed_read_grace_s: how long memory stays out of use after a read into it has failed (`fabric.reads`).
-    mapped_reads: read the caches of producers of this host through a map of their memory, and let consumers do so.
+    mapped_reads: which caches of producers of this host are read through a map of their memory, and shared so.
     """
 
     lease_slots: int = 4096
@@ -45,4 +56,4 @@ class WorkerSettings:
     peer_ttl_s: float = 3600.0
     max_peers: int = 1024
     failed_read_grace_s: float = FAILED_READ_GRACE_S
-    mapped_reads: bool = True
+    mapped_reads: MappedReadsOption = MappedReadsOption.AUTO

@@ -107,7 +107,7 @@ class TransferThread:
             memory.staging,
             memory.slot_reads,
             settings.handshake_timeout_s,
-            memory.peer_memory if settings.mapped_reads else None,
+            memory.mapper,
         )
         self.registry = PeerRegistry(
             first_reads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -16,10 +17,15 @@ from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.entry_buffers import IdPages, SlotReads
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
 from kvferry.worker.leases import LeaseTable
+from kvferry.worker.peer_memory.cuda_driver import CudaIpcDriver
+from kvferry.worker.peer_memory.cuda_ipc import OFF_BY_DEFAULT, CudaIpcMemory
 from kvferry.worker.peer_memory.host_memory import FileMemory
-from kvferry.worker.peer_memory.port import PeerMemory
+from kvferry.worker.peer_memory.port import NoPeerMemory, NotMappable, PeerMemory
 from kvferry.worker.peer_memory.shared_file import SharedFile
-from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.peer_memory.this_process import this_process
+from kvferry.worker.peers.mapped_route import Mapper
+from kvferry.worker.relayout.reference import ReferenceRelayout
+from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror
 from kvferry.worker.stream_rows import StreamRowTable, bytes_of_rows
@@ -27,6 +33,9 @@ from kvferry.worker.stream_rows import StreamRowTable, bytes_of_rows
 STAGING_BYTES = 256 << 20
 STAGING_BYTES_ON_HOST = 64 << 20
 """Default sizes of the staging pool, on a device and in host memory."""
+
+MAPPED_TABLES = 4
+"""Launches from mapped memory of a device that may be under way at once, each with a table of 2 MiB on both sides."""
 
 _ENTRIES_PER_LOAD = 8
 _MORE_ENTRIES = 4096
@@ -45,7 +54,7 @@ class WorkerMemory:
         slot_reads, id_pages: where peers' lease slots, and the block ids of their rows, are read to.
         staging: the staging pool; None without one.
         regions: what the fabric registers.
-        peer_memory: keeps what is shared, and maps what others share.
+        mapper: keeps what is shared, and maps what others share.
         shared: what processes of this host can map.
     """
 
@@ -57,7 +66,7 @@ class WorkerMemory:
     id_pages: IdPages
     staging: Staging | None
     regions: tuple[Region, ...]
-    peer_memory: PeerMemory
+    mapper: Mapper
     shared: SharedMemory
 
     @classmethod
@@ -69,7 +78,10 @@ class WorkerMemory:
         Raises:
             InvalidConfig: the host memory that the settings require cannot be allocated.
         """
-        # All of it, at registration: nothing is allocated once the engine has captured its graphs.
+        # All of it, at registration: nothing is allocated once the engine has captured its graphs. First what pins
+        # nothing, and so needs not be undone if the rest fails.
+        peer_memory, lease_file, shared = _share(caches, settings)
+        mapper = _mapper(caches, peer_memory)
         slot_reads = SlotReads(_ENTRIES_PER_LOAD * settings.max_loads + _MORE_ENTRIES)
         id_pages = IdPages()
         staging = _staging(caches, settings)
@@ -82,7 +94,6 @@ class WorkerMemory:
                 if staging is not None:
                     staging.unpin()
                 raise
-        lease_file, why_not_shared = _lease_file(caches, settings)
         if lease_file is None:
             rows = StreamRowTable(settings.row_blocks)
             table = LeaseTable(settings.lease_slots, mirror, rows)
@@ -109,7 +120,6 @@ class WorkerMemory:
             regions += caches.regions()
         if staging is not None:
             regions.append(staging.region())
-        peer_memory, shared = _share(caches, lease_file, why_not_shared)
         return cls(
             caches=caches,
             mirror=mirror,
@@ -119,7 +129,7 @@ class WorkerMemory:
             id_pages=id_pages,
             staging=staging,
             regions=tuple(regions),
-            peer_memory=peer_memory,
+            mapper=mapper,
             shared=shared,
         )
 
@@ -149,46 +159,70 @@ class WorkerMemory:
             self.staging.unpin()
 
 
-def _lease_file(
+def _share(
     caches: KvCaches, settings: WorkerSettings
-) -> tuple[SharedFile | None, str]:
-    """The file for the lease table and the rows, or why none of this worker's memory is shared.
+) -> tuple[PeerMemory, SharedFile | None, SharedMemory]:
+    """What shares and maps memory, the file for the lease table and the rows, and what is shared; without a file
+    nothing is, and the last says why.
 
     Raises:
-        InvalidConfig: there is too little memory for it.
+        InvalidConfig: there is too little memory for the file.
     """
-    if not settings.mapped_reads:
-        return None, "mapped_reads is off"
-    if settings.host_buffer:
-        return None, "peers read a copy of the caches (kv_buffer_device)"
-    why_not = FileMemory(caches.shared).export(caches.regions()).why_not
+    memory = _peer_memory(caches, settings)
+    why_not = memory.export(caches.regions()).why_not
+    if why_not is None:
+        why_not = _why_not_shared(caches, settings)
     if why_not is not None:
-        return None, why_not
-    if len(caches.shared) >= MAX_ALLOCATIONS:
-        return (
-            None,
-            f"the caches lie in {len(caches.shared)} files, of at most {MAX_ALLOCATIONS}",
-        )
+        return memory, None, msgspec.structs.replace(this_process(), why_not=why_not)
     table_bytes = settings.lease_slots * SLOT_BYTES
     try:
-        return SharedFile(table_bytes + bytes_of_rows(settings.row_blocks)), ""
+        lease_file = SharedFile(table_bytes + bytes_of_rows(settings.row_blocks))
     except OSError as error:
         raise InvalidConfig(
             "mapped_reads",
-            "auto",
+            settings.mapped_reads.value,
             f"memory for the lease table ({error.strerror}), or `off`",
         ) from None
+    memory.add_file(lease_file)
+    return memory, lease_file, memory.export((lease_file.region, *caches.regions()))
 
 
-def _share(
-    caches: KvCaches, lease_file: SharedFile | None, why_not: str
-) -> tuple[FileMemory, SharedMemory]:
-    """Share the caches, and what is said of leases, if that lies in a file."""
-    if lease_file is None:
-        memory = FileMemory()
-        return memory, msgspec.structs.replace(memory.export(()), why_not=why_not)
-    memory = FileMemory((lease_file, *caches.shared))
-    return memory, memory.export((lease_file.region, *caches.regions()))
+def _peer_memory(caches: KvCaches, settings: WorkerSettings) -> PeerMemory:
+    if settings.mapped_reads is MappedReadsOption.OFF:
+        return NoPeerMemory("mapped_reads is off")
+    if not caches.device.is_cuda:
+        return FileMemory(caches.shared)
+    if settings.mapped_reads is not MappedReadsOption.CUDA_IPC:
+        return NoPeerMemory(OFF_BY_DEFAULT)
+    try:
+        return CudaIpcMemory(caches.device, CudaIpcDriver(caches.device))
+    except NotMappable as not_mappable:
+        return NoPeerMemory(str(not_mappable))
+
+
+def _why_not_shared(caches: KvCaches, settings: WorkerSettings) -> str | None:
+    """Why caches that could be shared are not."""
+    if settings.host_buffer:
+        return "peers read a copy of the caches (kv_buffer_device)"
+    allocations = len(caches.regions())
+    # One more is the file of the lease table.
+    if allocations >= MAX_ALLOCATIONS:
+        return f"the caches lie in {allocations} allocations; expected less than {MAX_ALLOCATIONS}"
+    return None
+
+
+def _mapper(caches: KvCaches, peer_memory: PeerMemory) -> Mapper:
+    """How this worker copies from what it maps."""
+    if not isinstance(peer_memory, CudaIpcMemory):
+        return Mapper(
+            peer_memory, partial(ReferenceRelayout, destinations=caches.storages)
+        )
+    # Imported here: CPU engines have no Triton.
+    from kvferry.worker.relayout.triton_relayout import TritonRelayout
+
+    # One for all peers, now: nothing is allocated or compiled once the engine has captured its graphs.
+    relayout = TritonRelayout((), caches.storages, caches.device, tables=MAPPED_TABLES)
+    return Mapper(peer_memory, relayout.reading)
 
 
 def _staging(caches: KvCaches, settings: WorkerSettings) -> Staging | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import mmap
 import os
@@ -29,7 +30,9 @@ SHM_WANTED = 1 << 30
 SHM_NEEDED = 96 << 20
 THP_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
-"""That of the host itself: its number is a constant of the kernel."""
+FIRST_IPC_NAMESPACE = "ipc:[4026531839]"
+"""Those of the host itself: their numbers are constants of the kernel."""
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Docker's --cap-add IPC_LOCK lifts the limit without changing it.
 _CAP_IPC_LOCK = 14
 _MEMORY_OF_A_CHILD = """
@@ -105,6 +108,8 @@ def check_shared_memory(machine: Machine) -> Iterator[Finding]:
 
 def check_mapped_reads(machine: Machine) -> Iterator[Finding]:
     """Whether processes of this host can map each other's caches."""
+    if machine.gpus:
+        yield _mapped_reads_of_gpus(machine)
     architecture = platform.machine()
     if architecture != "x86_64":
         yield ok(f"not on {architecture}, which may reorder loads: reads go over NIXL")
@@ -118,7 +123,7 @@ def check_mapped_reads(machine: Machine) -> Iterator[Finding]:
         do = "run both engines as one user, without hidepid, and let seccomp allow memfd_create and pidfd_open"
         yield look(found, do)
         return
-    namespace = os.readlink(machine.root / "proc/self/ns/pid")
+    namespace = _namespace(machine, "pid")
     if namespace != FIRST_PID_NAMESPACE:
         found = f"only within this container, which has a PID namespace of its own, {namespace}"
         yield look(
@@ -128,6 +133,28 @@ def check_mapped_reads(machine: Machine) -> Iterator[Finding]:
     yield ok(
         "processes of one user can map each other's; vLLM's own caches are not in shared files"
     )
+
+
+def _mapped_reads_of_gpus(machine: Machine) -> Finding:
+    """Why caches on a GPU are not mapped, and what would be in the way if an operator turned that on."""
+    found = "caches on a GPU are not mapped: CUDA IPC is off by default until it has been tried on one"
+    lacks: list[str] = []
+    if not any(importlib.metadata.distributions(name="cuda-bindings")):
+        lacks.append("the Python package cuda-bindings")
+    for variable in ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in machine.environ.get(variable, "").lower():
+            lacks.append(f"memory that can be exported ({variable})")
+    if _namespace(machine, "ipc") != FIRST_IPC_NAMESPACE:
+        lacks.append("the host's IPC namespace (Docker: --ipc=host; or hostIPC)")
+    if any(" MIG " in gpu for gpu in machine.gpus):
+        lacks.append("a GPU that is not divided (MIG)")
+    if lacks:
+        return ok(f"{found}; mapped_reads: cuda_ipc would lack {', '.join(lacks)}")
+    return ok(f"{found} (mapped_reads: cuda_ipc)")
+
+
+def _namespace(machine: Machine, kind: str) -> str:
+    return os.readlink(machine.root / f"proc/self/ns/{kind}")
 
 
 def _map_a_child() -> None:

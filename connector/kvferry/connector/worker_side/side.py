@@ -43,7 +43,7 @@ from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.agent import AgentConfig
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.loads.results import StepResults
-from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from kvferry.worker.worker import FerryWorker
 
 if TYPE_CHECKING:
@@ -345,7 +345,7 @@ class WorkerSide:
             peer_ttl_s=config.engine_ttl,
             max_peers=config.max_peers,
             failed_read_grace_s=config.failed_read_grace_s,
-            mapped_reads=config.mapped_reads != "off",
+            mapped_reads=MappedReadsOption(config.mapped_reads),
         )
 
     def _pool_bytes(self) -> int | None:

@@ -13,6 +13,7 @@ from collections.abc import Generator
 from kvferry.protocol.ids import Epoch, SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
+from kvferry.worker.fabric.errors import PeerLost
 from kvferry.worker.loads.context import LoadFailed, Steps
 from kvferry.worker.loads.deadline import Progress
 from kvferry.worker.loads.lease_reads import LeaseReads
@@ -102,10 +103,18 @@ class LeaseFence:
         return all(state == ready for state, _ in words)
 
     def read_slot(self, peer: Peer) -> Generator[None, None, SlotWords]:
-        """Read the slot's words now."""
+        """Read the slot's words now.
+
+        Raises:
+            FabricError: the slot cannot be read, or the words say nothing of the data.
+        """
         self._progress.turn = peer.data_reads.turn
         self.read_s = time.monotonic()
-        return (yield from self._lease_reads.slots(peer))
+        words = yield from self._lease_reads.slots(peer)
+        # The words lie in a file, and stay as they are when the process dies. Mapped memory of a device need not.
+        if peer.may_be_freed():
+            raise PeerLost("read a slot", "its process has ended", str(peer.key))
+        return words
 
     def wait_for_change(
         self, peer: Peer, words: SlotWords, until_s: float

@@ -23,8 +23,9 @@ class MappedReads:
     def __init__(self, record: LoadRecord) -> None:
         self.changes = 0
         self._record = record
-        # Of the last launch. It keeps the map that it reads through, even if its producer is lost meanwhile.
-        self._relayout: Relayout | None = None
+        # Those of all launches. They keep the maps that they read through, even if their producer is lost meanwhile.
+        self._relayouts: dict[Relayout, None] = {}
+        # Of the last launch. All launches of a worker are on one stream, so it is reached after the others.
         self._mark: DeviceMark | None = None
 
     def steps(
@@ -46,22 +47,24 @@ class MappedReads:
                 self._record.planned_bytes += num_bytes
                 self._record.mapped_bytes += num_bytes
                 self.changes += 1
+        while not self.settle():
+            yield
 
     def _launch(
         self, relayout: Relayout, table: WaveTable
     ) -> Generator[None, None, None]:
-        self._relayout = relayout
+        self._relayouts[relayout] = None
         try:
-            self._mark = relayout.try_start(table)
-            while self._mark is None:
+            mark = relayout.try_start(table)
+            # The device is behind: all tables are in use.
+            while mark is None:
                 yield
-                self._mark = relayout.try_start(table)
+                mark = relayout.try_start(table)
         except Exception:
             # What was launched before the error still writes.
             self._mark = relayout.mark()
             raise
-        while not self._mark.reached():
-            yield
+        self._mark = mark
 
     def settle(self) -> bool:
         """Whether no launch writes into the request's blocks any more."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 import select
 from collections.abc import Sequence
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -15,11 +13,9 @@ from numpy.typing import NDArray
 
 from kvferry.protocol.shared_memory import SharedAllocation, SharedMemory
 from kvferry.worker.fabric.port import MemoryKind, Region
-from kvferry.worker.peer_memory.port import NotMappable
+from kvferry.worker.peer_memory.port import DeviceBytes, NotMappable
 from kvferry.worker.peer_memory.shared_file import SharedFile, map_shared
-
-_UNKNOWN = f"unknown-{secrets.token_hex(16)}"
-"""For what the kernel or a sandbox does not say of this process: it is no other's, so nothing is mapped."""
+from kvferry.worker.peer_memory.this_process import check_near, this_process
 
 
 class _Maps:
@@ -51,6 +47,7 @@ class OpenedFileMemory:
         self, pid: int, maps: _Maps, allocations: Sequence[SharedAllocation]
     ) -> None:
         self._pidfd = -1
+        self.device_allocations: tuple[DeviceBytes, ...] = ()
         # Before anything is opened: a number that is used again later is not taken for this process.
         try:
             self._pidfd = os.pidfd_open(pid)
@@ -68,6 +65,10 @@ class OpenedFileMemory:
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
+
+    def may_be_freed(self) -> bool:
+        """See `OpenedMemory`."""
+        return False
 
     def close(self) -> None:
         """See `OpenedMemory`."""
@@ -87,14 +88,13 @@ class FileMemory:
         self._files = {file.address: file for file in files}
         self._maps = _Maps()
 
+    def add_file(self, file: SharedFile) -> None:
+        """See `PeerMemory`."""
+        self._files[file.address] = file
+
     def export(self, regions: Sequence[Region]) -> SharedMemory:
         """See `PeerMemory`."""
-        shared = SharedMemory(
-            machine=machine_id(),
-            pid_namespace=pid_namespace(),
-            pid=os.getpid(),
-            ipc_namespace=ipc_namespace(),
-        )
+        shared = this_process()
         allocations: list[SharedAllocation] = []
         for region in regions:
             if region.kind is not MemoryKind.DRAM:
@@ -109,41 +109,17 @@ class FileMemory:
 
     def open(self, shared: SharedMemory) -> OpenedFileMemory:
         """See `PeerMemory`."""
-        if shared.machine != machine_id():
-            raise NotMappable("the producer is on another host")
-        if shared.pid_namespace != pid_namespace():
+        check_near(shared)
+        if shared.device_allocations:
             raise NotMappable(
-                "the producer is in another PID namespace: start both containers with --pid=host, or hostPID"
+                "the producer's caches are on a device, this engine's in host memory"
             )
-        if not shared.allocations:
-            raise NotMappable(
-                f"the producer's memory cannot be shared: {shared.why_not}"
-            )
+        return self.open_files(shared)
+
+    def open_files(self, shared: SharedMemory) -> OpenedFileMemory:
+        """Open the files alone, of a process that is near enough.
+
+        Raises:
+            NotMappable: as `open`.
+        """
         return OpenedFileMemory(shared.pid, self._maps, shared.allocations)
-
-
-def machine_id() -> str:
-    """The boot id of the kernel, the same in all containers of a host; no other process's if it is not known."""
-    # Every worker asks, whatever memory its caches lie in: no engine may fail to start for it.
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or _UNKNOWN
-    except OSError:
-        return _UNKNOWN
-
-
-def pid_namespace() -> str:
-    """The namespace in which this process's number counts, e.g. `pid:[4026531836]`; no other process's if it is not
-    known."""
-    return _namespace("pid") or _UNKNOWN
-
-
-def ipc_namespace() -> str | None:
-    """The namespace of System V and POSIX shared memory, e.g. `ipc:[4026531839]`; None if it is not known."""
-    return _namespace("ipc")
-
-
-def _namespace(kind: str) -> str | None:
-    try:
-        return os.readlink(f"/proc/self/ns/{kind}")
-    except OSError:
-        return None

@@ -114,6 +114,18 @@ def map_shared(pid: int, allocation: SharedAllocation) -> NDArray[np.uint8]:
     return np.frombuffer(mapped, np.uint8)
 
 
+def has_begun_to_exit(pid: int, allocation: SharedAllocation) -> bool:
+    """Whether a process that keeps this file open is about to end, or has: sooner than its pidfd tells."""
+    # The kernel takes its address space, then its table of open files, then closes these, and tells of its end last. So
+    # while it has both, none of its files is closed yet, a GPU's driver included.
+    try:
+        os.readlink(f"/proc/{pid}/exe")
+        target = os.readlink(f"/proc/{pid}/fd/{allocation.fd}")
+    except OSError:
+        return True
+    return target != f"/memfd:{_file_name(allocation.name)} (deleted)"
+
+
 def _check_file(fd: int, path: str, expected: str, num_bytes: int) -> None:
     """Check the open file, whatever became of its number meanwhile.
 

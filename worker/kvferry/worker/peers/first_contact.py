@@ -21,7 +21,7 @@ from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.peers.handshakes import OnHandshakeEnd
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.plan_cache import PlanCache
-from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 
 _MAX_REHEARSED_WORKERS = 64
 """Workers of an engine that plans a transfer from itself at its start, at most; with more it takes seconds."""
@@ -124,7 +124,7 @@ class FirstContact:
                 f"engine {key.engine_id} has restarted since it wrote these params"
             )
         mappable: frozenset[int] = frozenset()
-        if self.settings.mapped_reads:
+        if self.settings.mapped_reads is not MappedReadsOption.OFF:
             mappable = frozenset(
                 index
                 for index, worker in enumerate(description.workers)

@@ -26,7 +26,7 @@ from kvferry.worker.fabric.port import (
     TransferState,
 )
 from kvferry.worker.fabric.reads import FabricReader, Reads
-from kvferry.worker.peer_memory.port import PeerMemory
+from kvferry.worker.peers.mapped_route import Mapper
 from kvferry.worker.peers.peer import Peer, PeerKey, connect, disconnect
 from kvferry.worker.staging.buffer import Staging
 
@@ -59,7 +59,7 @@ class FirstReads:
 
     Args:
         timeout_s: for one of them.
-        peer_memory: see `connect`.
+        mapper: see `connect`.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class FirstReads:
         staging: Staging | None,
         slot_reads: SlotReads,
         timeout_s: float,
-        peer_memory: PeerMemory | None = None,
+        mapper: Mapper | None = None,
     ) -> None:
-        self._peer_memory = peer_memory
+        self._mapper = mapper
         self.reader = reader
         self.timeout_s = timeout_s
         self._caches = caches
@@ -122,9 +122,9 @@ class FirstReads:
             key,
             description,
             plan,
-            self._peer_memory,
+            self._mapper,
         )
-        proofs = sum(len(route.mapping.allocations) for route in peer.mapped_routes())
+        proofs = sum(len(route.mapping.files) for route in peer.mapped_routes())
         entries = self._slot_reads.try_take(len(peer.routes) + proofs, str(key))
         if entries is None:
             disconnect(self.reader, peer)
@@ -147,7 +147,7 @@ class FirstReads:
                 self._post(first_read, [entry], route.slots.descriptors, slot)
             next_proof = len(peer.routes)
             for mapped in peer.mapped_routes():
-                numbers = np.arange(len(mapped.mapping.allocations), dtype=np.int32)
+                numbers = np.arange(len(mapped.mapping.files), dtype=np.int32)
                 into = entries[next_proof : next_proof + len(numbers)]
                 self._post(first_read, into, mapped.proofs, numbers)
                 next_proof += len(numbers)

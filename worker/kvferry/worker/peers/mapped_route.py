@@ -9,7 +9,7 @@ relayout, with the mapped addresses as its source:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,18 +22,31 @@ from kvferry.plan.transfer_plan import Route
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import RemoteDescriptors
 from kvferry.worker.peer_memory.mapping import WorkerMapping
-from kvferry.worker.relayout.port import Memory, Relayout
-from kvferry.worker.relayout.reference import ReferenceRelayout
+from kvferry.worker.peer_memory.port import PeerMemory
+from kvferry.worker.relayout.port import Allocation, BoundedRelayout, Memory
 from kvferry.worker.relayout.shape import (
     MAX_AXES,
     CopyAxis,
     ElementConversion,
     Shape,
 )
-from kvferry.worker.relayout.wave_table import MAX_UNITS, Pieces, WaveTable
+from kvferry.worker.relayout.wave_table import Pieces, WaveTable
 
 LAUNCH_BYTES = 32 << 20
 """Bytes of one launch, unless a single unit has more: between two launches other loads have their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapper:
+    """How a worker reads producers of its host.
+
+    Attributes:
+        peer_memory: maps their memory.
+        relayout_from: what copies from mapped allocations into this worker's caches.
+    """
+
+    peer_memory: PeerMemory
+    relayout_from: Callable[[Sequence[Allocation]], BoundedRelayout]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,13 +56,13 @@ class MappedRoute:
     Attributes:
         mapping: keeps the memory.
         proofs: descriptor `i` is the proof of allocation `i`, in the producer's memory.
-        relayout: from the mapped memory into the caches.
+        relayout: from the mapped memory into the caches; keeps that memory too.
         pieces: everything that is copied; `tokens` and `unit_bytes` are those of their shapes.
     """
 
     mapping: WorkerMapping
     proofs: RemoteDescriptors
-    relayout: Relayout
+    relayout: BoundedRelayout
     pieces: Pieces
     tokens: tuple[TokenMap, ...]
     unit_bytes: tuple[int, ...]
@@ -61,6 +74,7 @@ class MappedRoute:
         mapping: WorkerMapping,
         proofs: RemoteDescriptors,
         caches: KvCaches,
+        relayout: BoundedRelayout,
     ) -> MappedRoute:
         """Prepare what the plan reads from this worker.
 
@@ -92,7 +106,7 @@ class MappedRoute:
         return cls(
             mapping=mapping,
             proofs=proofs,
-            relayout=ReferenceRelayout(mapping.allocations, caches.storages),
+            relayout=relayout,
             pieces=pieces,
             tokens=tuple(bundle.tokens for bundle in route.bundles),
             unit_bytes=tuple(bundle.unit_bytes for bundle in route.bundles),
@@ -120,7 +134,8 @@ class MappedRoute:
                 )
                 if of_shape == tokens
             )
-            at_once = max(1, min(MAX_UNITS, LAUNCH_BYTES // unit_bytes))
+            most_units = self.relayout.most_units(self.pieces)
+            at_once = max(1, min(most_units, LAUNCH_BYTES // unit_bytes))
             for first in range(0, len(rows), at_once):
                 launched = rows[first : first + at_once]
                 ranges = tuple(

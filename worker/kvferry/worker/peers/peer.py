@@ -33,10 +33,10 @@ from kvferry.worker.fabric.port import (
     RemoteDescriptors,
 )
 from kvferry.worker.fabric.reads import FabricReader, Handle
-from kvferry.worker.peer_memory.host_memory import ipc_namespace, machine_id
 from kvferry.worker.peer_memory.mapping import WorkerMapping
 from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable, PeerMemory
-from kvferry.worker.peers.mapped_route import MappedRoute
+from kvferry.worker.peer_memory.this_process import ipc_namespace, machine_id
+from kvferry.worker.peers.mapped_route import MappedRoute, Mapper
 from kvferry.worker.staging.buffer import PreparedSource, Staging
 
 
@@ -187,6 +187,10 @@ class Peer:
         """Whether the process of a mapped worker has ended. Of the others NIXL tells, at the next read."""
         return any(route.mapping.has_exited() for route in self.mapped_routes())
 
+    def may_be_freed(self) -> bool:
+        """Whether the memory of a mapped worker may be another's by now. See `OpenedMemory`."""
+        return any(route.mapping.may_be_freed() for route in self.mapped_routes())
+
 
 def connect(
     reader: FabricReader,
@@ -195,13 +199,13 @@ def connect(
     key: PeerKey,
     description: EngineDescription,
     plan: TransferPlan,
-    peer_memory: PeerMemory | None,
+    mapper: Mapper | None,
 ) -> Peer:
     """Make a planned producer known to the fabric and prepare its descriptors.
 
     Args:
         staging: the pool; None where the plan stages nothing.
-        peer_memory: maps the memory of its workers, where that is possible; None to read everything over the fabric.
+        mapper: maps the memory of its workers, where that is possible; None to read everything over the fabric.
 
     Raises:
         FabricError: the fabric refuses its metadata or its memory; nothing is left behind.
@@ -210,10 +214,10 @@ def connect(
     """
     mappings: dict[int, WorkerMapping] = {}
     why_not_mapped: str | None = "mapped_reads is off"
-    if peer_memory is not None:
-        mappings, why_not_mapped = _map_workers(peer_memory, caches, description, plan)
+    if mapper is not None:
+        mappings, why_not_mapped = _map_workers(mapper.peer_memory, description, plan)
     plan = plan.with_mapped(mappings)
-    connecting = _Connecting(reader.fabric, caches, staging, mappings)
+    connecting = _Connecting(reader.fabric, caches, staging, mapper, mappings)
     try:
         routes = tuple(
             connecting.connect_route(route, description) for route in plan.routes
@@ -238,14 +242,9 @@ def disconnect(reader: FabricReader, peer: Peer) -> None:
 
 
 def _map_workers(
-    peer_memory: PeerMemory,
-    caches: KvCaches,
-    description: EngineDescription,
-    plan: TransferPlan,
+    peer_memory: PeerMemory, description: EngineDescription, plan: TransferPlan
 ) -> tuple[dict[int, WorkerMapping], str | None]:
     """The memory of the workers of a plan, by worker, and why one of them is not mapped."""
-    if caches.device.is_cuda:
-        return {}, "this engine's caches are on a device"
     mappings: dict[int, WorkerMapping] = {}
     why_not: str | None = None
     for route in plan.routes:
@@ -295,9 +294,11 @@ class _Connecting:
         fabric: Fabric,
         caches: KvCaches,
         staging: Staging | None,
+        mapper: Mapper | None,
         mappings: Mapping[int, WorkerMapping],
     ) -> None:
         self.made: list[Handle] = []
+        self._mapper = mapper
         self._mappings = mappings
         self._fabric = fabric
         self._caches = caches
@@ -318,12 +319,12 @@ class _Connecting:
         table: PreparedTable | None = None
         sources: tuple[PreparedSource, ...] = ()
         mapped = None
-        if mapping is None:
+        if mapping is None or self._mapper is None:
             table = self._table(route, agent, worker.device, kind)
             sources = self._sources(route, agent, worker.device, kind)
         else:
             # Nothing is prepared of caches that NIXL does not read.
-            mapped = self._mapped(route, agent, mapping)
+            mapped = self._mapped(route, agent, mapping, self._mapper)
         rows = None
         if worker.stream_rows is not None:
             rows = self._rows(agent, worker.stream_rows, mapping)
@@ -361,7 +362,7 @@ class _Connecting:
         return tuple(sources)
 
     def _mapped(
-        self, route: Route, agent: PeerAgent, mapping: WorkerMapping
+        self, route: Route, agent: PeerAgent, mapping: WorkerMapping, mapper: Mapper
     ) -> MappedRoute:
         """What is read from mapped memory."""
         rows = [
@@ -369,7 +370,8 @@ class _Connecting:
             for address in mapping.proof_addresses()
         ]
         proofs = self._remote(agent, DescriptorRows.from_tuples(MemoryKind.DRAM, rows))
-        return MappedRoute.from_plan(route, mapping, proofs, self._caches)
+        relayout = mapper.relayout_from(mapping.allocations)
+        return MappedRoute.from_plan(route, mapping, proofs, self._caches, relayout)
 
     def _slots(
         self, agent: PeerAgent, table: LeaseTableAddress, mapping: WorkerMapping | None

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.worker.device import DeviceMark
+from kvferry.worker.peer_memory.port import DeviceBytes
 from kvferry.worker.relayout.wave_table import (
     DESTINATION,
     SHAPE,
@@ -54,14 +55,22 @@ class Relayout(Protocol):
         ...
 
 
+class BoundedRelayout(Relayout, Protocol):
+    """One that says how much it takes at once: of mapped memory no pool limits the waves."""
+
+    def most_units(self, pieces: Pieces) -> int:
+        """The most units of these pieces that one wave may have, at least 1."""
+        ...
+
+
 _Made = TypeVar("_Made")
 
 _FAR = 1 << 62
 """Larger than any offset: the bounds of a shape that no piece has."""
 
 
-Allocation: TypeAlias = torch.Tensor | NDArray[np.uint8]
-"""A tensor, of which the whole storage counts, or bytes of host memory, which need not be writable."""
+Allocation: TypeAlias = torch.Tensor | NDArray[np.uint8] | DeviceBytes
+"""A tensor, of which the whole storage counts; bytes of host memory, which need not be writable; or of a device."""
 
 
 class Memory:
@@ -74,7 +83,13 @@ class Memory:
     def __init__(self, allocations: Iterable[Allocation]) -> None:
         sizes: dict[int, int] = {}
         host_bytes: dict[int, NDArray[np.uint8]] = {}
+        self._mapped: list[DeviceBytes] = []
         for allocation in allocations:
+            if isinstance(allocation, DeviceBytes):
+                sizes[allocation.address] = allocation.num_bytes
+                # It stays mapped while it may be read.
+                self._mapped.append(allocation)
+                continue
             if isinstance(allocation, np.ndarray):
                 address = int(allocation.ctypes.data)
                 sizes[address] = allocation.nbytes

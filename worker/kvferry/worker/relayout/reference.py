@@ -20,6 +20,7 @@ from kvferry.worker.relayout.port import Allocation, Bounds, Memory, OncePerPiec
 from kvferry.worker.relayout.shape import ElementConversion, ElementType, Shape
 from kvferry.worker.relayout.wave_table import (
     DESTINATION,
+    MAX_UNITS,
     SCALE,
     SHAPE,
     SOURCE,
@@ -75,6 +76,10 @@ class ReferenceRelayout:
     def mark(self) -> DeviceMark:
         """See `Relayout.mark`."""
         return HOST.mark()
+
+    def most_units(self, pieces: Pieces) -> int:
+        """See `BoundedRelayout.most_units`."""
+        return MAX_UNITS
 
     def try_start(self, table: WaveTable) -> DeviceMark:
         """Put a wave in place. See `Relayout.try_start`; it is done when this returns."""

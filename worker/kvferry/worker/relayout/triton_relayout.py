@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,15 +19,26 @@ from kvferry.worker.relayout.device_table import (
     DeviceTable,
 )
 from kvferry.worker.relayout.kernel import TILE, launch_relayout, tile_of
-from kvferry.worker.relayout.port import Bounds, Memory, OncePerPieces
+from kvferry.worker.relayout.port import Allocation, Bounds, Memory, OncePerPieces
 from kvferry.worker.relayout.shape import ElementConversion, ElementType, Shape
-from kvferry.worker.relayout.wave_table import InvalidTable, Pieces, WaveTable
+from kvferry.worker.relayout.wave_table import (
+    MAX_UNITS,
+    InvalidTable,
+    Pieces,
+    WaveTable,
+)
 
 TABLE_BYTES = 2 << 20
 """Bytes of a wave's table, at most; `staging.staged_reads` keeps its waves small enough."""
 
 TABLES = 16
 """Waves that may be under way at once."""
+
+MAX_PROGRAMS = 1024
+"""Programs of one launch from mapped memory, unless one unit needs more. Launches of a stream follow one another, so no
+more run at once, and the decoder's own kernels find room: an H100 holds 2,112 programs of four warps (132 processors of
+2,048 threads), and this is less than half of them. Each moves 16 KiB where runs allow it: 335 MB are 20 launches. *Not
+measured on a chip*: neither what it costs the copy nor what it leaves to a decoding step."""
 
 _MIN_TABLE_BYTES = 16 << 10
 """The tables of the warm-up need room too."""
@@ -102,7 +115,7 @@ class TritonRelayout:
             device = Device(destinations[0].device)
         self._sources = Memory(sources)
         self._destinations = Memory(destinations)
-        self._bounds = OncePerPieces(self._make_bounds)
+        self._bounds = self._bounds_of_pieces()
         self._compiled = OncePerPieces(DevicePieces.compile)
         self._device = device
         # A stream of its own, so that waves are put in place beside the model's work. A load is
@@ -119,8 +132,35 @@ class TritonRelayout:
         self.launches = 0
         self._warm_up()
 
-    def _make_bounds(self, pieces: Pieces) -> Bounds:
-        return Bounds(pieces, self._sources, self._destinations)
+    def reading(self, sources: Iterable[Allocation]) -> TritonRelayout:
+        """The same kernels, stream and tables with other sources, which it keeps. Nothing is allocated for it."""
+        other = copy.copy(self)
+        other._sources = Memory(sources)
+        other._bounds = other._bounds_of_pieces()
+        other.launches = 0
+        return other
+
+    def most_units(self, pieces: Pieces) -> int:
+        """See `BoundedRelayout.most_units`: as many as `MAX_PROGRAMS` programs and one table take."""
+        if not len(pieces.rows):
+            return MAX_UNITS
+        tile = tile_of(self._tile, pieces.converts)
+        chunks = self._compiled(pieces).chunks
+        # The last program of each piece may have little to do.
+        programs = max(1, MAX_PROGRAMS - len(chunks))
+        # Half of a table's bytes: the other half is enough for programs and pieces. Shapes may each have rows of their
+        # own for a unit.
+        unit_bytes = UNIT_COLUMNS * 8 * len(pieces.shapes)
+        in_table = self._slots[0].buffer.nbytes // 2 // unit_bytes
+        by_programs = programs * tile // int(chunks.sum())
+        return max(1, min(MAX_UNITS, in_table, by_programs))
+
+    def _bounds_of_pieces(self) -> OncePerPieces[Bounds]:
+        # Not a method: a relayout that refers to itself is not freed with its last user, and a peer's memory stays
+        # mapped as long.
+        return OncePerPieces(
+            partial(_bounds_between, self._sources, self._destinations)
+        )
 
     def try_start(self, table: WaveTable) -> DeviceMark | None:
         """Begin to put a wave in place. See `Relayout.try_start`.
@@ -191,3 +231,7 @@ class TritonRelayout:
             if self._stream is not None:
                 self._stream.synchronize()
         self.launches = 0
+
+
+def _bounds_between(sources: Memory, destinations: Memory, pieces: Pieces) -> Bounds:
+    return Bounds(pieces, sources, destinations)
