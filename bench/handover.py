@@ -2,6 +2,7 @@
 
     python -m bench.handover                  # on the CPU: prompts of 256 and 1,024 tokens; results/handover-cpu.json
     python -m bench.handover --device cuda    # 1,024, 8,192 and 32,768 tokens, 45 GB of the GPU's memory
+    python -m bench.handover --device cuda --mapped    # beside them what is mapped by CUDA IPC, which is off by default
     python -m bench.handover --quick
 
 80 layers of K and V, 8 heads of 128 elements in bfloat16, tensor parallel 1: 327,680 B a token. A handover is from the
@@ -89,7 +90,7 @@ WHAT = (
     "The cache of a prompt of a Llama-70B goes from a producer's process to a consumer's: from the order to the "
     "result, with both reads of the lease's slot, the check of the MAC, the relayout and the notification. Beside it, "
     "in turn: a bare NIXL loop with the same descriptors where bytes are read in place, and a plain copy of as many. "
-    "Of mapped engines the producer's caches lie in a shared file, which has pages of 4 KiB."
+    "Of mapped engines the producer's caches lie in a shared file, which has pages of 4 KiB, or on a GPU."
 )
 
 
@@ -193,20 +194,28 @@ def _copy(bench: Bench, num_bytes: int) -> None:
 
 
 def run(
-    device_name: str, lengths: Sequence[int], turns: int, *, quick: bool
+    device_name: str,
+    lengths: Sequence[int],
+    turns: int,
+    *,
+    quick: bool,
+    maps: bool = True,
 ) -> Results:
-    """Start the producer, measure everything."""
+    """Start the producer, measure everything.
+
+    Args:
+        maps: the engines that map too.
+    """
     pool_bytes = (
         max(lengths) * TOKEN_BYTES + 64 * LAYERS * HEADS * CELL_BYTES + MIB
     )  # block 0 holds nothing
     with two_processes(pool_bytes, 1, device_name) as bench:
-        # Caches on a device are not mapped.
-        pairs = PAIRS + MAPPED_PAIRS if device_name == "cpu" else PAIRS
+        pairs = PAIRS + MAPPED_PAIRS if maps else PAIRS
         found = [
             one for engines in pairs for one in measure(bench, engines, lengths, turns)
         ]
         short: list[Measured] = []
-        if device_name == "cpu":
+        if maps:
             for engines in SHORT_PAIRS:
                 short += measure(bench, engines, SHORT_TOKENS, SHORT_TURNS_EACH * turns)
         return results_of(
@@ -343,6 +352,9 @@ def main() -> None:
     parser.add_argument(
         "--device", default="cpu", choices=("cpu", "cuda"), help="where the caches are"
     )
+    parser.add_argument(
+        "--mapped", action="store_true", help="on cuda: also mapped, by CUDA IPC"
+    )
     parser.add_argument("--quick", action="store_true", help="128 tokens, three turns")
     chosen = parser.parse_args()
     started = begin()
@@ -350,11 +362,12 @@ def main() -> None:
     logging.getLogger("kvferry").setLevel(logging.WARNING)
     lengths = [1024, 8192, 32768] if chosen.device == "cuda" else [256, 1024]
     lengths, turns = ([128], 3) if chosen.quick else (lengths, 9)
-    publish(
-        f"handover-{chosen.device}",
-        run(chosen.device, lengths, turns, quick=chosen.quick),
-        started,
-    )
+    name = f"handover-{chosen.device}"
+    maps = chosen.device == "cpu" or chosen.mapped
+    if chosen.mapped and chosen.device == "cuda":
+        name = f"{name}-mapped"
+    results = run(chosen.device, lengths, turns, quick=chosen.quick, maps=maps)
+    publish(name, results, started)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import Device
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.peer_memory.shared_file import SharedFile
-from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from kvferry.worker.worker import FerryWorker
 
 HOST = "127.0.0.1"
@@ -78,6 +78,9 @@ def make_worker(
     shared: tuple[SharedFile, ...] = (),
 ) -> FerryWorker:
     """One worker on NIXL, with its caches at the beginning of `memory`, which lies in the shared files."""
+    mapped_reads = MappedReadsOption.AUTO
+    if scenario.mapped and memory.is_cuda:
+        mapped_reads = MappedReadsOption.CUDA_IPC
     return FerryWorker(
         engine_id=engine_id,
         place=Place(tp=rank),
@@ -92,7 +95,9 @@ def make_worker(
             shared,
         ),
         settings=WorkerSettings(
-            staging_pool_bytes=None if scenario.staged else 0, handshake_timeout_s=30.0
+            staging_pool_bytes=None if scenario.staged else 0,
+            handshake_timeout_s=30.0,
+            mapped_reads=mapped_reads,
         ),
         make_fabric=NixlFabric,
     )
@@ -198,7 +203,7 @@ def _is_ready(worker: FerryWorker, lease: Lease) -> bool:
 def _producer_of(
     scenario: Scenario, private: Sequence[torch.Tensor], files: Sequence[SharedFile]
 ) -> Producer:
-    if not scenario.mapped:
+    if not scenario.mapped or private[0].is_cuda:
         return Producer(scenario, private, [()] * len(private))
     shared = [file.tensor[: len(own)] for file, own in zip(files, private, strict=True)]
     return Producer(scenario, shared, [(file,) for file in files])
@@ -220,7 +225,7 @@ def _serve(channel: Connection, pool_bytes: int, ranks: int, device_name: str) -
         if isinstance(argument, Scenario):
             if producer is not None:
                 producer.close()
-            if argument.mapped and not files:
+            if argument.mapped and not files and device_name == "cpu":
                 files = [SharedFile(pool_bytes) for _ in range(ranks)]
                 for file in files:
                     file.tensor[:pool_bytes] = PRODUCED

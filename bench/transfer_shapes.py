@@ -49,7 +49,7 @@ class Scenario:
         most_bytes: of the largest request.
         pool_bytes: of every worker's caches.
         staged: whether the plan may go through the staging pool.
-        mapped: whether the producer's caches lie in a shared file, which the consumer maps.
+        mapped: whether the consumer maps the producer's caches: in a shared file, or on a device by CUDA IPC.
     """
 
     name: str

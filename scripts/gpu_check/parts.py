@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from typing import Any
 
 from scripts.accuracy.settings import TINY_MODEL
 from scripts.gpu_check.gpus import Gpu
@@ -17,6 +18,7 @@ from scripts.gpu_check.gpus import Gpu
 _PYTEST = "python -m pytest -q -p no:cacheprovider"
 _NONE_PASSED = r"^(?!.* passed).* in [0-9.]+s.*$"
 _MISSED = r"^.* MISSED .*$"
+_NO_GO = r"^NO GO.*$"
 _FINDINGS = r"^ *(?:look|not done) .*$"
 _OTHER_ENDED = r"^- .*(?: ended early: | [0-9]+ of [0-9]+ failed: ).*$"
 _KVFERRY_ENDED = f"(?=- kvferry){_OTHER_ENDED}"
@@ -87,6 +89,7 @@ def parts_for(
     at = "127.0.0.1:$((12000 + $$ % 20000))"
     missed = _MISSED if gpu else ""
     parts = [
+        *(_dead_exporter_parts(quick) if gpu else ()),
         Part("doctor", "kvferry doctor --timeout 120", look=_FINDINGS if gpu else ""),
         Part(
             "relayout: bytes",
@@ -131,6 +134,7 @@ def parts_for(
             minutes=20,
             look=missed,
         ),
+        *(_mapped_parts(small) if gpu else ()),
     ]
     parts += _accuracy_parts(device, quick, models, random_models)
     serve = f"python -m bench.serve --device {device} --quick"
@@ -148,6 +152,43 @@ def parts_for(
             quick=False,
             fails=_KVFERRY_ENDED,
             look=look,
+        ),
+    ]
+
+
+def _dead_exporter_parts(quick: bool) -> list[Part]:
+    """First of all: what they find decides whether CUDA IPC is used by default."""
+    kills = 100 if quick else 1000
+    command = f"python scripts/gpu_check/dead_exporter.py --kills {kills}"
+    shared: dict[str, Any] = {"gib": 4.0, "minutes": 40.0, "look": _NO_GO}
+    return [
+        Part("dead exporter", command, **shared),
+        Part(
+            "dead exporter: two GPUs", f"{command} --exporter-gpu 1", gpus=2, **shared
+        ),
+    ]
+
+
+def _mapped_parts(small: bool) -> list[Part]:
+    """Caches on a GPU that are mapped, which is off by default: its bytes, and its speed."""
+    less = " --quick" * small
+    return [
+        Part(
+            "mapped: bytes",
+            f"{_PYTEST} tests/worker/peer_memory/test_conformance.py -k 'cuda'",
+            fails=_NONE_PASSED,
+        ),
+        Part(
+            "mapped: handover",
+            f"python -m bench.handover --device cuda --mapped{less}",
+            gib=4 if small else 48,
+            minutes=30,
+        ),
+        Part(
+            "mapped: beside a decoder",
+            f"python -m bench.mapped_beside{less}",
+            gib=10,
+            look=_MISSED,
         ),
     ]
 

@@ -32,13 +32,28 @@ def test_every_part_of_the_issue_runs_on_two_gpus_and_what_needs_two_is_named_on
     assert not [one for one in planned_on(79, 79).values() if one.skipped]
     skipped = {name: one.skipped for name, one in planned_on(79).items() if one.skipped}
     assert list(skipped) == [
+        "dead exporter: two GPUs",
         "accuracy: equal",
         "accuracy: TP 2 → 1",
         "accuracy: TP 1 → 2",
     ]
     assert set(skipped.values()) == {
-        "needs 2 GPUs with 16 GiB free; of 1 found, 1 have that"
+        f"needs 2 GPUs with {gib} GiB free; of 1 found, 1 have that" for gib in (4, 16)
     }
+
+
+def test_what_decides_about_cuda_ipc_comes_first_and_runs_on_a_gpu_alone() -> None:
+    found = list(planned_on(79, 79, quick=True).values())
+    assert [one.part.name for one in found[:2]] == [
+        "dead exporter",
+        "dead exporter: two GPUs",
+    ]
+    assert "--kills 100" in found[0].part.command
+    log = "NO GO: 3 of 100 contexts lost\n"
+    assert judge(found[0].part, 0, log) == ("look", log.strip())
+    assert judge(found[0].part, 0, "GO: no context was lost\n")[0] == "ok"
+    names = [part.name for part in parts_for("cpu", quick=True)]
+    assert not [name for name in names if name.startswith("dead")]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
