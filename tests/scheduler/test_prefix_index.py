@@ -143,3 +143,19 @@ def test_a_chunk_that_is_listed_again_has_the_newest_hashes() -> None:
     assert index.leading(digest) == [ListedChunk((b"new",))]
     index.clear()
     assert not len(index)
+
+
+def test_a_chunk_is_listed_when_all_of_its_blocks_have_hashes() -> None:
+    """Without one, every hash after it would be that of the block before."""
+    contents = (0, 1, 2)
+    tokens = tokens_of(contents)
+    hashes = hashes_of(tokens, 16)
+    known = hashes[:31]
+    index = PrefixIndex(9)
+    sequence = ListedSequence(Prompt(tokens=tokens), known, len(tokens), 0)
+    chain = chain_of(contents)
+    for expected in (hashes[:16], hashes):
+        list_sequence(index, sequence, 16, 16, lambda: None)
+        proven = ProvenPrefix(chain, index.leading(chain))
+        assert proven.hashes == expected
+        known.extend(hashes[31:])

@@ -127,6 +127,9 @@ def list_sequence(
         sequence.num_listed, sequence.num_tokens - CHUNK_TOKENS + 1, CHUNK_TOKENS
     ):
         stop = start + CHUNK_TOKENS
+        if len(sequence.block_hashes) < stop // hash_tokens:
+            # Listed without one, the hashes of later chunks would be taken for those of other blocks.
+            break
         parts = tuple(
             (length, chain.last_digest(length))
             for length in _hits_within(start, stop, hit_tokens)
