@@ -7,12 +7,16 @@ from collections.abc import Callable
 import torch
 
 from kvferry.protocol.params import RemotePrefill
+from kvferry.scheduler.producer.block_references import Reservation
 from kvferry.worker.loads.record import LoadRecord
 from tests.geometry.requests import Request
 from tests.harness.cache_engine import CacheEngine
 from tests.waiting import step_until
 
 TIMEOUT_S = 150.0
+
+Lease = Callable[[CacheEngine, str, Request, Callable[[], object]], RemotePrefill]
+"""Computes a prompt and holds its blocks under a lease of this name; returns the signed params."""
 
 
 def lease(
@@ -29,6 +33,28 @@ def lease(
     assert params is not None
     engine.step()
     return params
+
+
+def lease_prefix(
+    engine: CacheEngine,
+    name: str,
+    request: Request,
+    compute: Callable[[], object],
+) -> RemotePrefill:
+    """Hold blocks that are in the cache as another engine finds them there. Returns the signed params.
+
+    The step that opens the lease writes them, as one that has just been scheduled may.
+    """
+    reservation = Reservation()
+    blocks = {block for ids in request.remote for block in ids if block}
+    engine.leases.block_references.reserve(reservation, sorted(blocks))
+    worker_blocks = request.remote if engine.copies_blocks else ()
+    held = engine.leases.hold_prefix(
+        name, worker_blocks, reservation, is_computed=False
+    )
+    engine.launched.append(lambda: _do(compute))
+    engine.step()
+    return engine.signed(held, request.remote, request.num_tokens)
 
 
 def load(
@@ -52,11 +78,13 @@ def hand_over(
     compute: Callable[[], object],
     check: Callable[[], object],
     request_id: str = "request",
+    lease: Lease = lease,
 ) -> list[LoadRecord]:
     """Compute a request on the producer and load it on the consumer.
 
     Args:
         check: of the consumer's caches, when the load is good.
+        lease: how the producer holds it.
 
     Returns:
         The records of the load on the consumer's workers.
@@ -98,6 +126,10 @@ def hand_over(
         one.transferred_bytes + one.mapped_bytes for one in moved
     )
     return moved
+
+
+def _do(compute: Callable[[], object]) -> None:
+    compute()
 
 
 def contents(engine: CacheEngine) -> list[torch.Tensor]:

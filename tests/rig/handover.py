@@ -69,9 +69,16 @@ def rig_of(
 
 
 def hand_over(
-    pair: Pair, producer: RigEngine, consumer: RigEngine, request_id: str = "request"
+    pair: Pair,
+    producer: RigEngine,
+    consumer: RigEngine,
+    request_id: str = "request",
+    lease: handover.Lease = handover.lease,
 ) -> Moved:
     """Prefill the pair's request on the producer and load it on the consumer.
+
+    Args:
+        lease: how the producer holds it.
 
     Raises:
         AssertionError: the load is not good, a byte of either side is wrong, or a report is missing or repeated.
@@ -100,6 +107,7 @@ def hand_over(
         lambda: producer.compute(request, numbers),
         check,
         request_id,
+        lease,
     )
     return Moved(
         num_bytes=sum(x.transferred_bytes for x in moved),
