@@ -35,6 +35,7 @@ class PrefixCache:
         self.hit_tokens = 0
         self._manager: KVCacheManager | None = None
         self._spans: tuple[int, ...] = ()
+        self._dropped_tokens = 0
 
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's KV cache manager."""
@@ -49,6 +50,7 @@ class PrefixCache:
             hit_tokens = getattr(
                 coordinator, "_cache_hit_alignment_tokens", self._spans[0]
             )
+            self._dropped_tokens = _dropped_for_drafts(coordinator)
             hash_tokens = int(coordinator.block_pool.hash_block_size)
             coordinator.find_longest_cache_hit([], 0)
         except Exception as error:  # noqa: BLE001 - vLLM's internals may differ
@@ -68,7 +70,7 @@ class PrefixCache:
     ) -> CachedPrefix | None:
         """See `PrefixLookup`."""
         manager = self._manager
-        longest = min(num_tokens, len(hashes) * self.hash_tokens)
+        longest = min(num_tokens + self._dropped_tokens, len(hashes) * self.hash_tokens)
         if manager is None or not longest:
             return None
         try:
@@ -76,8 +78,9 @@ class PrefixCache:
                 _PausingHashes(hashes, pause),
                 longest,
             )
-        except RuntimeError:
-            # A dict of several blocks with one hash has changed while this thread took its first.
+        except (RuntimeError, StopIteration):
+            # A dict of several blocks with one hash has changed, or has lost its last one, while this thread took its
+            # first (`BlockHashToBlockMap.get_one_block`).
             return None
         if not length:
             return None
@@ -122,6 +125,23 @@ class PrefixCache:
         if self._manager is None:
             raise LocalProtocolError("vLLM has not bound its KV cache manager")
         return self._manager
+
+
+def _dropped_for_drafts(coordinator: Any) -> int:
+    """The number of tokens by which a hit is shorter than what was looked up for it, where drafts are made from the
+    model's own activations (EAGLE, MTP).
+
+    Of the last block that it finds, vLLM uses nothing: what the draft layers have of its last tokens depends on the
+    tokens after it. So a hit of n tokens is found by a look-up of one block more. The coordinator of several groups
+    looks that block up by itself; that of one group expects the caller to, with its whole prompt.
+    """
+    if hasattr(coordinator, "_cache_hit_alignment_tokens"):
+        return 0
+    (single,) = coordinator.single_type_managers
+    if not single.use_eagle or hasattr(single, "mamba_cache_mode"):
+        # Draft layers have no states: of these nothing is dropped.
+        return 0
+    return int(single.block_size)
 
 
 class _PausingHashes(Sequence[bytes]):
