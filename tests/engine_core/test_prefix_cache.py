@@ -11,6 +11,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import Request
 
 from kvferry.connector.vllm.prefix_cache import PrefixCache
@@ -81,6 +82,20 @@ def test_without_a_drafter_all_that_is_proven_is_found() -> None:
     cache = cache_of(manager_of())
     assert found(cache, proven=512, longest=512) == 512
     assert found(cache, proven=512, longest=256) == 256
+
+
+def test_states_that_are_cached_in_another_way_are_given_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = manager_of(states=1)
+    assert cache_of(manager).hash_tokens == BLOCK_TOKENS
+    (states,) = (
+        one
+        for one in manager.coordinator.single_type_managers
+        if isinstance(one, MambaManager)
+    )
+    monkeypatch.setattr(states, "mamba_cache_mode", "all")
+    assert cache_of(manager).hash_tokens == 0
 
 
 @pytest.mark.parametrize("error", [RuntimeError, StopIteration])

@@ -55,7 +55,7 @@ def ask(
     while asker.engine.answers[name].finish_reason is None:
         computed += asker.step().computed.get(name, 0)
         answerer.go_on()
-    expected = expected_tokens(prompt, COUNT, asker.window)
+    expected = asker.expected(prompt, COUNT)
     assert asker.engine.answers[name].tokens == expected
     return computed - (COUNT - 1)
 
@@ -71,6 +71,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tp 2": {"tp": 2},
     "overlapping steps": {"overlap": True},
     "window": {"window": 48},
+    "states": {"states": 1},
+    "states that passes keep": {"states": 1, "keeps_checkpoints": True},
+    "states of two ranks": {"states": 2, "tp": 2},
+    "states and a window, overlapping": {"states": 1, "window": 48, "overlap": True},
 }
 
 
@@ -90,15 +94,16 @@ def test_a_prefix_that_another_engine_has_is_loaded_from_it(
     assert answerer.engine.counted("prefixes_released", "done") == 1
 
 
+@pytest.mark.parametrize("states", [0, 1], ids=["attention", "with states"])
 @pytest.mark.parametrize(("theirs", "ours"), [(16, 32), (32, 16), (16, 128)])
 def test_blocks_need_not_be_equal(
-    make: Any, monkeypatch: pytest.MonkeyPatch, theirs: int, ours: int
+    make: Any, monkeypatch: pytest.MonkeyPatch, theirs: int, ours: int, states: int
 ) -> None:
     def with_blocks_of(block_tokens: int, **config: Any) -> Node:
         with monkeypatch.context() as changed:
             for module in (configs, driver, node):
                 changed.setattr(module, "BLOCK_TOKENS", block_tokens)
-            made: Node = make("kv_both", **LONG, **config)
+            made: Node = make("kv_both", **LONG, states=states, **config)
             return made
 
     answerer = with_blocks_of(theirs)

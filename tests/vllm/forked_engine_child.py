@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import traceback
@@ -89,15 +90,22 @@ class ChildEngine:
         import torch._dynamo
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.layers.mamba import mamba_mixer2
+        from vllm.model_executor.layers.mamba.abstract import MambaBase
         from vllm.model_executor.models import registry
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor import multiproc_executor
+        from vllm.v1.worker import mamba_utils
 
         torch.set_num_threads(1)
         # TORCH_COMPILE_DISABLE was read when torch was imported. Compiling the sampler takes half a minute.
         torch._dynamo.config.disable = spec.pp == 1
         # vLLM would spawn its workers, each of which would import all of it anew.
         multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+        # vLLM's prefix cache of recurrent states is for GPUs: a Triton kernel copies them from block to block, and the
+        # CPU's kernel has none of within a pass, which Mamba-2 says it can keep. Without that, a pass ends there.
+        mamba_utils.batch_memcpy = copy_in_memory
+        mamba_mixer2.MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
         # vLLM would look at a model's class in an interpreter of its own, so as not to touch CUDA.
         registry._run_in_subprocess = lambda look: look()
         transfer = None
@@ -255,6 +263,14 @@ class ChildEngine:
 
     def free_blocks(self) -> int:
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def copy_in_memory(sources: Any, targets: Any, sizes: Any) -> None:
+    """Copy bytes between addresses, three tensors of as many numbers."""
+    for source, target, size in zip(
+        sources.tolist(), targets.tolist(), sizes.tolist(), strict=True
+    ):
+        ctypes.memmove(target, source, size)
 
 
 def _caches(worker: Any) -> dict[str, Any]:

@@ -184,25 +184,11 @@ def test_a_turn_is_prefilled_from_the_decoder_that_has_the_ones_before(
     )
 
 
-def test_of_a_sliding_window_what_the_source_would_hit_is_read(logs: Path) -> None:
+@pytest.mark.parametrize("kind", [WINDOWED, MAMBA], ids=lambda kind: kind.model)
+def test_of_a_hybrid_what_the_source_would_hit_is_read(kind: Kind, logs: Path) -> None:
     with ExitStack() as running:
-        specs = [spec(WINDOWED, name) for name in ("one", "twin")]
-        one, twin = start(running, logs, specs)
+        one, twin = start(running, logs, [spec(kind, name) for name in ("one", "twin")])
         pulled, hit = read_of(one, twin)
     chunks = hit // CHUNK_TOKENS * CHUNK_TOKENS
     assert chunks == 2 * CHUNK_TOKENS
     assert pulled == Pulled(loaded=chunks, external=chunks, refused={})
-
-
-def test_of_recurrent_states_nothing_is_read(logs: Path) -> None:
-    """Their engines answer nobody: the prompt is computed, and right.
-
-    Without prefix caching: vLLM's kernel on CPU fails with `mamba_cache_mode: align`, the only mode that has any.
-    """
-    with ExitStack() as running:
-        specs = [
-            spec(MAMBA, name, enable_prefix_caching=False) for name in ("one", "twin")
-        ]
-        one, twin = start(running, logs, specs)
-        pulled, _ = read_of(one, twin)
-    assert pulled == Pulled(loaded=0, external=0, refused={"prefix_off": 1})

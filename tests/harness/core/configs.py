@@ -19,6 +19,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.utils.hashing import sha256
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -52,6 +53,11 @@ def layer_of(stage: int) -> str:
     return f"model.layers.{stage}.self_attn.attn"
 
 
+def state_layer(index: int) -> str:
+    """The name of a layer with a recurrent state."""
+    return f"model.layers.{20 + index}.mixer"
+
+
 @functools.cache
 def model_config(max_tokens: int = 512) -> Any:
     """The smallest model that vLLM's configuration accepts: a config.json, no weights."""
@@ -82,12 +88,18 @@ def kv_cache_config(
     window: int = 0,
     stages: Sequence[int] = (0,),
     states: int = 0,
+    match_tokens: int | None = None,
+    keeps_checkpoints: bool = False,
 ) -> Any:
     """`num_blocks` blocks of `BLOCK_TOKENS` tokens, layer outermost, on one of `tp` workers.
 
     One group with a layer for each of the pipeline's `stages`; with a `window` a second group with a layer of its own,
     and `states` more groups with a recurrent state in vLLM's `align` mode.
     As always in vLLM, the groups lie on the same bytes: a block belongs to one of them at a time.
+
+    Args:
+        match_tokens: vLLM's `prefix_match_unit`, tokens of which it makes a hash; a block's by default.
+        keeps_checkpoints: a forward pass keeps the state at the last block's end within it, as Mamba-2's does.
     """
     shape = {
         "block_size": BLOCK_TOKENS,
@@ -104,14 +116,17 @@ def kv_cache_config(
             )
         )
     for index in range(states):
-        shapes = ((full.page_size_bytes // torch.float32.itemsize,),)
         state = MambaSpec(
             block_size=BLOCK_TOKENS,
-            shapes=shapes,
+            shapes=((HEADS // tp, HEAD_SIZE, HEAD_SIZE),),
             dtypes=(torch.float32,),
+            page_size_padded=full.page_size_bytes,
+            mamba_type=MambaAttentionBackendEnum.LINEAR,
             mamba_cache_mode="align",
+            num_prefill_checkpoint_blocks=int(keeps_checkpoints),
+            prefill_checkpoint_alignment=1 if keeps_checkpoints else None,
         )
-        groups.append(KVCacheGroupSpec([f"model.layers.{20 + index}.mixer"], state))
+        groups.append(KVCacheGroupSpec([state_layer(index)], state))
     page, size = full.page_size_bytes, num_blocks * full.page_size_bytes * len(stages)
     return KVCacheConfig(
         num_blocks=num_blocks,
@@ -126,8 +141,8 @@ def kv_cache_config(
         ],
         kv_cache_groups=groups,
         kv_cache_layout="LBHNC",
-        hash_block_size=BLOCK_TOKENS,
-        cache_hit_alignment_tokens=BLOCK_TOKENS,
+        hash_block_size=match_tokens or BLOCK_TOKENS,
+        cache_hit_alignment_tokens=match_tokens or BLOCK_TOKENS,
     )
 
 

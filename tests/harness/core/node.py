@@ -37,6 +37,7 @@ from tests.harness.core.configs import (
     WINDOW_LAYER,
     kv_cache_config,
     layer_of,
+    state_layer,
 )
 from tests.harness.core.integrity import check_scheduler_side
 from tests.harness.core.runners import FirstRunner, SecondRunner, connected, no_forward
@@ -145,6 +146,7 @@ class Node:
         **config: Any,
     ) -> None:
         self.window = window
+        self.is_recurrent = bool(config.get("states"))
         self.port = port or free_port()
         config.setdefault("engine_id", f"{role}-{self.port}")
         if module == "kvferry.connector" and connector == "NixlConnector":
@@ -179,7 +181,15 @@ class Node:
                 self._add_worker(
                     runner,
                     place,
-                    kv_cache_config(blocks, tp=tp, window=window, stages=(place.pp,)),
+                    kv_cache_config(
+                        blocks,
+                        tp=tp,
+                        window=window,
+                        stages=(place.pp,),
+                        states=config.get("states", 0),
+                        match_tokens=config.get("match_tokens"),
+                        keeps_checkpoints=config.get("keeps_checkpoints", False),
+                    ),
                 )
                 for place in places
             ]
@@ -193,7 +203,11 @@ class Node:
             for place, shard in zip(places, caches, strict=True)
         ]
         windowed = [[shard[WINDOW_LAYER] for shard in caches]] if window else []
-        self.model = ToyModel(self.engine, [full, *windowed], window)
+        recurrent = [
+            [shard[state_layer(index)] for shard in caches]
+            for index in range(config.get("states", 0))
+        ]
+        self.model = ToyModel(self.engine, [full, *windowed], window, recurrent)
         self.engine.sample = self.model.sample
         self.aggregator = KVOutputAggregator.from_connector(
             self.engine.connector, len(places)
@@ -291,10 +305,14 @@ class Node:
             for other in others:
                 other.step()
             time.sleep(0.001)
-        assert self.engine.answers[request_id].tokens == expected_tokens(
-            list(prompt), count, self.window
-        )
+        assert self.engine.answers[request_id].tokens == self.expected(prompt, count)
         return computed - (count - 1)
+
+    def expected(self, prompt: Sequence[int], count: int) -> list[int]:
+        """What its model answers with a correct cache."""
+        return expected_tokens(
+            list(prompt), count, self.window, recurrent=self.is_recurrent
+        )
 
     def close(self, *, idle: bool = True) -> None:
         """End the engine, with an integrity check.

@@ -94,6 +94,7 @@ class SchedulerEngine:
 
     Args:
         checks_steps: check the integrity of kvferry's scheduler side when a step is scheduled and when it ends.
+        match_tokens, keeps_checkpoints: see `kv_cache_config`.
     """
 
     def __init__(
@@ -105,6 +106,8 @@ class SchedulerEngine:
         window: int = 0,
         lookahead: int = 0,
         checks_steps: bool = False,
+        match_tokens: int | None = None,
+        keeps_checkpoints: bool = False,
         **config: Any,
     ) -> None:
         self.config = vllm_config(
@@ -116,6 +119,8 @@ class SchedulerEngine:
             window=window,
             stages=range(config.get("pp", 1)),
             states=config.get("states", 0),
+            match_tokens=match_tokens,
+            keeps_checkpoints=keeps_checkpoints,
         )
         kind = AsyncScheduler if overlap else Scheduler
         # The tokens that a draft model writes ahead, without a draft model.
@@ -125,6 +130,7 @@ class SchedulerEngine:
                 kv_cache_config=self.cache_config,
                 structured_output_manager=StructuredOutputManager(self.config),
                 block_size=BLOCK_TOKENS,
+                hash_block_size=match_tokens,
                 log_stats=True,
             )
         self.checks_steps = checks_steps
@@ -132,7 +138,7 @@ class SchedulerEngine:
         self.stats: list[dict[str, Any]] = []
         self.sample: Callable[[str], int] = lambda request_id: SAMPLED
         self.blocks_at_start = self.free_blocks
-        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self._hasher = get_request_block_hasher(match_tokens or BLOCK_TOKENS, sha256)
 
     @property
     def connector(self) -> Any:

@@ -76,6 +76,17 @@ def can_stream(
     return any(group.holds_every_token for group in groups)
 
 
+def writes_states_late(vllm_config: VllmConfig) -> bool:
+    """Whether recurrent states may be copied into their cached blocks after the end of the step that computed them.
+
+    Where drafts are verified, the state at a block's end is copied into it once it is known how many were accepted. The
+    first pipeline stages hear that from the last one, some steps later (`update_pp_decode_requests` of vLLM's second
+    model runner), or never, when the request has ended before.
+    """
+    has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    return has_stages and vllm_config.speculative_config is not None
+
+
 def has_no_dp_siblings(vllm_config: VllmConfig) -> bool:
     """Whether a step that computes nothing may take a moment.
 

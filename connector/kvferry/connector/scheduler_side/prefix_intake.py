@@ -86,7 +86,12 @@ class PrefixIntake:
         request = entry.request
         if not self._local.asks_prefixes or not _wants_prefix(request):
             return
-        most_tokens = min(whole_chunks(request.num_prompt_tokens), _MOST_TOKENS)
+        num_tokens = request.num_prompt_tokens
+        if self._local.is_all_or_nothing:
+            # vLLM computes a prompt's last token in any case. A state must not have seen that token, and its window
+            # begins one token earlier than what is held of a longer prefix.
+            num_tokens -= 1
+        most_tokens = min(whole_chunks(num_tokens), _MOST_TOKENS)
         if not most_tokens:
             return
         try:

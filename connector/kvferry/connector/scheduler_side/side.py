@@ -14,6 +14,7 @@ from kvferry.connector.engine.facts import (
     num_workers,
     sibling_ports,
     uses_host_buffer,
+    writes_states_late,
 )
 from kvferry.connector.engine.local_engine import LocalEngine, token_bytes
 from kvferry.connector.scheduler_side.admission import Admission
@@ -182,12 +183,10 @@ class SchedulerSide:
 
         # What other engines read from its prefix cache.
         self.prefix_cache = PrefixCache()
-        # Not yet where there are recurrent states: which step has copied a state into the block that the prefix cache
-        # has is not certain.
         self._answers_prefix_queries = (
             local.is_read_from
             and config.prefix_pulls == "auto"
-            and not local.has_states
+            and not (local.has_states and writes_states_late(vllm_config))
         )
         prefixes = PrefixDirectory(self.prefix_cache, builder.build_prefix, counters)
         prefixes.wake_engine = loop.wake

@@ -1,16 +1,18 @@
 """vLLM's prefix cache: what of a sequence is in it, and references on its blocks.
 
 A hit is what vLLM itself would find for a prompt with these block hashes: `find_longest_cache_hit` of its coordinator
-(v1/core/kv_cache_coordinator.py), with its rules for windows, chunks, recurrent states and drafters.
+(v1/core/kv_cache_coordinator.py), with its rules for windows, chunks, recurrent states and drafters. Of states, only
+those at the end of a block are taken, see `_full_blocks_of_states`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.errors import LocalProtocolError, UnsupportedVllm
 from kvferry.scheduler.producer.prefix_directory import CachedPrefix
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class PrefixCache:
         self.hit_tokens = 0
         self._manager: KVCacheManager | None = None
         self._spans: tuple[int, ...] = ()
+        self._state_tokens = 1
         self._dropped_tokens = 0
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -45,6 +48,9 @@ class PrefixCache:
             coordinator: Any = manager.coordinator
             self._spans = tuple(
                 int(single.block_size) for single in coordinator.single_type_managers
+            )
+            self._state_tokens = _full_blocks_of_states(
+                coordinator.single_type_managers
             )
             # Coordinators of one group have no such attribute: there hits end with a block.
             hit_tokens = getattr(
@@ -60,7 +66,7 @@ class PrefixCache:
             )
             return
         self._manager = manager
-        self.hit_tokens = int(hit_tokens)
+        self.hit_tokens = math.lcm(int(hit_tokens), self._state_tokens)
         self.hash_tokens = hash_tokens
 
     # On any thread.
@@ -74,10 +80,7 @@ class PrefixCache:
         if manager is None or not longest:
             return None
         try:
-            groups, length, _ = manager.coordinator.find_longest_cache_hit(
-                _PausingHashes(hashes, pause),
-                longest,
-            )
+            groups, length = self._hit(manager, _PausingHashes(hashes, pause), longest)
         except (RuntimeError, StopIteration):
             # A dict of several blocks with one hash has changed, or has lost its last one, while this thread took its
             # first (`BlockHashToBlockMap.get_one_block`).
@@ -99,6 +102,18 @@ class PrefixCache:
                 key = hashes[end // self.hash_tokens - 1] + group.to_bytes(4, "big")
                 keys[block.block_id] = key
         return CachedPrefix(length, tuple(blocks), tuple(keys), tuple(keys.values()))
+
+    def _hit(
+        self, manager: KVCacheManager, hashes: _PausingHashes, longest: int
+    ) -> tuple[Sequence[Sequence[KVCacheBlock]], int]:
+        """By cache group the blocks of the longest hit, and its length. Of states only those at the end of a block."""
+        while True:
+            groups, length, _ = manager.coordinator.find_longest_cache_hit(
+                hashes, longest
+            )
+            longest = length - length % self._state_tokens
+            if longest == length:
+                return groups, length
 
     # On the engine's thread.
 
@@ -142,6 +157,38 @@ def _dropped_for_drafts(coordinator: Any) -> int:
         # Draft layers have no states: of these nothing is dropped.
         return 0
     return int(single.block_size)
+
+
+def _full_blocks_of_states(managers: Sequence[Any]) -> int:
+    """The number of tokens at whose multiples every group of recurrent states has a state at the end of a block; 1
+    without such groups.
+
+    In `align` mode, the only one of this vLLM with a prefix cache, each block that has a hash holds the state after its
+    last token (`MambaManager`, v1/core/single_type_kv_cache_manager.py; v1/worker/mamba_utils.py):
+
+        scheduled   the hash is given when the step is scheduled whose forward pass, or whose end where drafts were
+                    accepted, writes the state; at the earliest then, since only known tokens are hashed
+        later       the sequence goes on in another block, into which the state is copied first. Nothing writes this
+                    one again, so its content is final when the device has passed the step of its hash, as for keys
+                    and values
+
+    A state *within* a block (`prefix_match_unit`) is another matter: the block is the one in which its request goes on.
+    The next step that has the request moves the hash to a copy, and overwrites the block. Between the two steps the
+    hash is right, for requests that vLLM schedules, and wrong for another engine, which reads whenever it likes. So
+    such states are never given.
+
+    Raises:
+        UnsupportedVllm: states are cached in another mode.
+    """
+    tokens = 1
+    for manager in managers:
+        mode = getattr(manager, "mamba_cache_mode", None)
+        if mode is None:
+            continue
+        if mode != "align":
+            raise UnsupportedVllm("mamba_cache_mode", repr(mode), "align")
+        tokens = math.lcm(tokens, int(manager.block_size))
+    return tokens
 
 
 class _PausingHashes(Sequence[bytes]):
