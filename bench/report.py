@@ -32,6 +32,7 @@ COMMANDS = {
     "prefix": "python -m bench.prefix",
     "scale": "python -m bench.scale",
     "link": "python -m bench.link",
+    "sleep": "python -m bench.sleep",
     "relayout": "python -m bench.relayout",
     "plan": "python -m bench.plan",
     "soak": "python -m bench.soak --requests 50000",
