@@ -9,15 +9,15 @@ first, then a second, or five where a stand-in has changed.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from tests.build_commands import BuildFailed, said_by
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -28,7 +28,6 @@ _PACKAGES = ENVIRONMENT / sysconfig.get_path("purelib", "venv", {"base": ""}).ls
 )
 _LIBRARIES = _PACKAGES / "nvidia" / "cu13" / "lib"
 """Where torch's own RPATH looks for NVIDIA's libraries."""
-_TIMEOUT_S = 1200.0
 
 _NVIDIA_LIBRARY = re.compile(
     r"lib(cuda|cudart|cublas|cublasLt|cudnn|cufft|cufile|cupti|curand|cusolver|cusparse|cusparseLt|nccl|nvrtc|nvshmem_host)\.so\.\d+"
@@ -43,10 +42,6 @@ import site; site.addsitedir({packages!r})
 import sys; sys.path.insert(0, {root!r})
 import tests.gpu_emulation.emulation.start
 """
-
-
-class BuildFailed(Exception):
-    """The environment could not be built; the text says what failed, and the end of what was said."""
 
 
 def has_packages() -> bool:
@@ -92,9 +87,9 @@ def _holds(name: str, states: dict[str, str]) -> bool:
 
 
 def _install_packages() -> None:
-    _run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(ENVIRONMENT))
+    said_by(sys.executable, "-m", "venv", "--clear", "--without-pip", str(ENVIRONMENT))
     pip = (sys.executable, "-m", "pip", "--python", str(ENVIRONMENT / "bin" / "python"))
-    _run(
+    said_by(
         *pip,
         "install",
         "--quiet",
@@ -150,14 +145,16 @@ def _build_stand_ins() -> None:
 
 def _needed(module: Path) -> Iterator[str]:
     """NVIDIA's libraries that a module is linked with."""
-    for line in _run("readelf", "-d", str(module)).splitlines():
+    for line in said_by("readelf", "-d", str(module)).splitlines():
         found = re.search(r"\(NEEDED\).*\[(.*)\]", line)
         if found and _NVIDIA_LIBRARY.fullmatch(found[1]):
             yield found[1]
 
 
 def _nvidia_symbols(modules: Iterable[Path]) -> Iterator[str]:
-    for line in _run("nm", "-D", "--undefined-only", *map(str, modules)).splitlines():
+    for line in said_by(
+        "nm", "-D", "--undefined-only", *map(str, modules)
+    ).splitlines():
         name, _, version = (
             line.split()[-1].partition("@") if line.strip() else ("", "", "")
         )
@@ -170,7 +167,9 @@ def _nvidia_symbols(modules: Iterable[Path]) -> Iterator[str]:
 
 
 def _defined(file: Path) -> Iterator[str]:
-    for line in _run("nm", "--defined-only", "--extern-only", str(file)).splitlines():
+    for line in said_by(
+        "nm", "--defined-only", "--extern-only", str(file)
+    ).splitlines():
         yield line.split()[-1]
 
 
@@ -204,12 +203,14 @@ def _compiled(source: Path, folder: Path) -> Path:
         f"-I{headers}",
         f"-I{source.parent}",
     )
-    _run("gcc", *options, "-c", str(source), "-o", str(target))
+    said_by("gcc", *options, "-c", str(source), "-o", str(target))
     return target
 
 
 def _link(target: Path, *arguments: str) -> None:
-    _run("gcc", "-shared", f"-Wl,-soname,{target.name}", "-o", str(target), *arguments)
+    said_by(
+        "gcc", "-shared", f"-Wl,-soname,{target.name}", "-o", str(target), *arguments
+    )
 
 
 def _write_loader() -> None:
@@ -223,34 +224,9 @@ def _check() -> None:
         "import torch; from vllm.platforms import current_platform as here; "
         "print((torch.arange(4, device=here.device_type) * 2).sum())"
     )
-    said = _run(str(ENVIRONMENT / "bin" / "python"), "-c", code)
+    said = said_by(str(ENVIRONMENT / "bin" / "python"), "-c", code)
     if "tensor(12, device='cuda:0')" not in said:
         raise BuildFailed(f"vLLM does not take the stand-in for a GPU:\n{said}")
-
-
-def _run(*command: str) -> str:
-    """What a command says.
-
-    Raises:
-        BuildFailed: it failed, or did not end.
-    """
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            env=environment,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildFailed(f"{command[0]}: {error}") from error
-    if done.returncode:
-        raise BuildFailed(
-            f"{' '.join(command)[:400]}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}"
-        )
-    return done.stdout
 
 
 if __name__ == "__main__":

