@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from unittest import mock
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import zmq
 
+from kvferry.link import limits
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.link.client import SideChannelClient
 from kvferry.link.server import SideChannelListener
@@ -57,6 +59,7 @@ from tests.waiting import wait_until
 
 LEASES = (LeaseName(slot=1, epoch=EPOCH),)
 HELLO = encode(Hello(engine_id="prefill-0", client_id="test"))
+CONNECTS = encode(Hello(engine_id="prefill-0", client_id="test", connects=True))
 THREAD = "kvferry-listener"
 
 
@@ -72,6 +75,39 @@ def test_a_hello_is_answered_with_the_whole_description(
 ) -> None:
     assert ask(served[1]) == make_description()
     assert counters.total("handshakes_served") == 1
+
+
+def test_a_listener_that_withdraws_waits_for_peers_that_connect_to_the_agents(
+    served: tuple[RecordingListener, int],
+) -> None:
+    listener, port = served
+    withdrawing = threading.Thread(target=listener.withdraw)
+    with client(port) as peer:
+        peer.send_multipart([b"", CONNECTS])
+        assert len(peer.recv_multipart()[1]) > 0
+        withdrawing.start()
+        wait_until(lambda: isinstance(ask(port), Refused), "nobody hears of it")
+        assert withdrawing.is_alive()
+    withdrawing.join(limits.CONTACTS_S / 2)
+    assert not withdrawing.is_alive()
+
+
+def test_neither_a_peer_that_stands_still_nor_one_that_only_asks_keeps_it_waiting(
+    served: tuple[RecordingListener, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, port = served
+    with client(port) as peer:
+        peer.send_multipart([b"", HELLO])
+        peer.recv_multipart()
+        started_s = time.monotonic()
+        listener.withdraw()
+        assert time.monotonic() < started_s + limits.CONTACTS_S
+    listener.publish(make_description())
+    monkeypatch.setattr(limits, "CONTACTS_S", 0.05)
+    with client(port) as peer:
+        peer.send_multipart([b"", CONNECTS])
+        peer.recv_multipart()
+        listener.withdraw()
 
 
 def test_a_long_description_is_fetched_in_parts_as_one_handshake(

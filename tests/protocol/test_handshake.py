@@ -66,9 +66,10 @@ HEX: list[object] = [..., None, "", "a" * 31, "A" * 32, "a" * 32 + "\n", 7]
 def test_the_bytes_of_a_hello_are_these() -> None:
     """Engines of two versions meet on these bytes; a change needs a new `CHANNEL_VERSION`."""
     fields = b"\xa4type\xa5hello\xa7version\x03\xa9engine_id\xa9prefill-0\xa9client_id\xa8decode-3"
-    assert encode(HELLO) == b"\x86" + fields + b"\xafqueries_prompts\xc2\xa2at\xc0"
+    rest = b"\xafqueries_prompts\xc2\xa8connects\xc2\xa2at\xc0"
+    assert encode(HELLO) == b"\x87" + fields + rest
     assert decode_request(b"\x85" + fields + b"\xafqueries_prompts\xc2") == HELLO, (
-        "without `at`"
+        "without `connects` and `at`"
     )
     assert decode_request(b"\x84" + fields) == HELLO, (
         "that of an engine without queries"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import logging
 import resource
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class AcceptedConnections:
         monitor: to be polled; when it is readable, call `on_event`.
         arrivals: to be polled; when it is readable, call `end_endless`, at most every `CHECK_INTERVAL_S`.
         capacity: connections that are kept.
+        no_contact: set while no connection is one of a peer that connects to the agents.
     """
 
     def __init__(self, listener: zmq.Socket[bytes], counters: Counts) -> None:
@@ -93,6 +95,9 @@ class AcceptedConnections:
         ] = {}  # by file; the latest to send is last
         self.arrivals = Arrivals()
         self._unfinished_bytes: dict[int, int] = {}  # by file, when it was last checked
+        self._contacts: set[int] = set()  # by file
+        self.no_contact = threading.Event()
+        self.no_contact.set()
         self._reason: str | None = None
         self._logs = {
             reason: RateLimitedLog(logger, limits.LINE_S) for reason in _TEXTS
@@ -148,6 +153,15 @@ class AcceptedConnections:
         if connection is not None:
             connection.message_received()
             self._known[file] = connection
+
+    def begin_contact(self, file: int) -> None:
+        """Its peer connects to the agents, until this connection ends."""
+        # Its beginning may still be in the monitor's queue, and the end of the one that had its number before.
+        while self.monitor.poll(0):
+            self.on_event()
+        if file in self._known:
+            self._contacts.add(file)
+            self.no_contact.clear()
 
     def end(self, file: int) -> bool:
         """Close a connection.
@@ -206,6 +220,9 @@ class AcceptedConnections:
 
     def _forget(self, file: int) -> TcpConnection | None:
         self._unfinished_bytes.pop(file, None)
+        self._contacts.discard(file)
+        if not self._contacts:
+            self.no_contact.set()
         return self._known.pop(file, None)
 
     def refused(self, reason: str, peer: str) -> None:

@@ -235,13 +235,21 @@ class SideChannelClient:
         *,
         queries_prompts: bool = False,
         waits: bool = True,
+        keep: Callable[[Connection], None] | None = None,
     ) -> bytes:
         """As `fetch_description`, but the answer is left as it came.
 
         It may have megabytes, whose decoding would stop the loop: so `read_description` is the caller's, elsewhere.
+
+        Args:
+            keep: takes the connection over which the answer came; it is the caller's to close, when it has connected to
+                the agents that are described. None for a caller that does not connect.
         """
         hello = Hello(
-            engine_id=engine_id, client_id=client_id, queries_prompts=queries_prompts
+            engine_id=engine_id,
+            client_id=client_id,
+            queries_prompts=queries_prompts,
+            connects=keep is not None,
         )
         return await self._exchange(
             host,
@@ -250,6 +258,7 @@ class SideChannelClient:
             MAX_PART_FRAME_BYTES,
             timeout_s,
             waits=waits,
+            keep=keep,
         )
 
     async def connect(
@@ -311,9 +320,12 @@ class SideChannelClient:
         timeout_s: float,
         *,
         waits: bool,
+        keep: Callable[[Connection], None] | None = None,
     ) -> bytes:
         where = host_port(host, port)
-        attempts = self._attempt(host, port, converse, max_answer_bytes, waits=waits)
+        attempts = self._attempt(
+            host, port, converse, max_answer_bytes, waits=waits, keep=keep
+        )
         try:
             return await within(timeout_s, attempts, advice(host))
         except PeerRefused as refused:
@@ -331,15 +343,17 @@ class SideChannelClient:
         max_answer_bytes: int,
         *,
         waits: bool,
+        keep: Callable[[Connection], None] | None,
     ) -> bytes:
         for _ in range(limits.ATTEMPTS):
             connection = await self.connect(host, port, max_answer_bytes, waits=waits)
-            try:
-                return await converse(connection)
-            except ConnectionEnded:
-                continue
-            finally:
-                connection.close()
+            with contextlib.ExitStack() as undo, contextlib.suppress(ConnectionEnded):
+                undo.callback(connection.close)
+                answer = await converse(connection)
+                if keep is not None:
+                    keep(connection)
+                    undo.pop_all()
+                return answer
         raise HandshakeFailed(f"ended {limits.ATTEMPTS} connections without an answer")
 
     def _run(self) -> None:

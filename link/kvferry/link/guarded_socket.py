@@ -64,6 +64,7 @@ class GuardedSocket:
         self._check_again_s = 0.0
         self._is_skipping = False
         self.peer = ""
+        self._file: int | None = None  # of the connection that brought the request
         with contextlib.ExitStack() as undo:
             undo.callback(self._context.destroy, linger=0)
             self._socket = listening_socket(self._context, host, max_bytes, secrets)
@@ -129,6 +130,19 @@ class GuardedSocket:
         except zmq.ZMQError as refused:
             logger.debug("side channel: an answer could not be sent: %s", refused)
 
+    def begin_contact(self) -> None:
+        """The peer whose request is served connects to the agents, until its connection ends."""
+        if self._file is not None:
+            self._connections.begin_contact(self._file)
+
+    def wait_for_contacts(self, timeout_s: float) -> bool:
+        """Wait until no peer connects to the agents. May be called on another thread.
+
+        Returns:
+            False if the time was over before.
+        """
+        return self._connections.no_contact.wait(timeout_s)
+
     def bad_frame(self, what: str) -> None:
         """Count it and log it."""
         self._counters.add("bad_frames")
@@ -184,10 +198,12 @@ class GuardedSocket:
                 return False
 
     def _delivered(self, frame: zmq.Frame) -> None:
+        self._file = None
         with contextlib.suppress(
             zmq.ZMQError
         ):  # ZMQ does not know the connection of every message
-            self._connections.delivered(int(frame.get(zmq.SRCFD)))
+            self._file = int(frame.get(zmq.SRCFD))
+            self._connections.delivered(self._file)
 
     def _end(self, frame: zmq.Frame) -> None:
         with contextlib.suppress(zmq.ZMQError):

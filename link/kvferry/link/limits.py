@@ -52,6 +52,10 @@ REPEAT_S = 5.0
 """Open queries are sent again at this interval, and over every new connection: no answer depends on a single message.
 A producer that has answered nothing for as long counts as gone, which TCP notices much later."""
 
+CONTACTS_S = 5.0
+"""Longest wait of an engine that falls asleep for peers that are connecting to its agents. It takes them milliseconds;
+one that stands still must not keep it awake."""
+
 LINGER_MS = 500
 """For messages in the queue of a connection that is closed."""
 

@@ -249,9 +249,18 @@ class SideChannelListener:
         self._published = (description, PartsSent(encode(description)))
 
     def withdraw(self) -> None:
-        """Refuse `Hello` with "asleep", until `publish`."""
+        """Refuse `Hello` with "asleep", until `publish`.
+
+        Waits, at most `CONTACTS_S`, until every peer that was described this engine has connected to its agents or has
+        given up: afterwards they may close.
+        """
         self._why_not_published = "asleep"
         self._published = None
+        if not self._socket.wait_for_contacts(limits.CONTACTS_S):
+            logger.warning(
+                "side channel: a peer has not connected within %g s; nobody waits for it",
+                limits.CONTACTS_S,
+            )
 
     def snapshot(self) -> AcceptedConnectionsSnapshot:
         """Its connections now."""
@@ -367,6 +376,10 @@ class SideChannelListener:
             self._counters.add("dropped_messages")
 
     def _answer_hello(self, hello: Hello) -> bytes:
+        # Before it is looked whether there is an answer, since `withdraw` takes the answer away before it looks whether
+        # there is a contact: one of the two sees the other.
+        if hello.connects:
+            self._socket.begin_contact()
         published = self._published
         if published is None:
             return _refused(

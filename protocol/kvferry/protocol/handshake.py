@@ -7,7 +7,8 @@ the protocol's.
 Handshake: every worker of a consumer, before its first read from a boot of a producer.
 
     consumer's worker                                                 producer's scheduler
-    Hello{version, engine_id, client_id, queries_prompts, at} ──────►
+    Hello{version, engine_id, client_id, queries_prompts,
+          connects, at} ────────────────────────────────────────────►
         ◄────── EngineDescription{version, engine_id, boot, mac_key, facts, topology, groups,
                                   generation,
                                   workers: [WorkerDescription{place, agent, agent_metadata, lease_table,
@@ -87,6 +88,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
         engine_id: the engine that the client expects at this address, or `?` for any.
         client_id: engine id of the sender, for the receiver's log.
         queries_prompts: whether the sender queries prompts that are named without a ticket.
+        connects: whether the sender connects to the agents that are described, and keeps this connection of the side
+            channel until it has done so or given up. An agent that closes meanwhile could end the sender's process.
         at: for a sender that takes a long description in parts, the first byte of the next; None if it takes none.
     """
 
@@ -96,6 +99,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     # operator what to do, and not for lack of this field.
     client_id: Text = UNKNOWN_ENGINE
     queries_prompts: bool = False
+    connects: bool = False
     at: Annotated[int, Meta(ge=0, lt=MAX_REPLY_BYTES)] | None = None
 
 

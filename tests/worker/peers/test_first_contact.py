@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.link import limits
 from kvferry.link.limits import PLANS_AT_ONCE
 from kvferry.plan.cost import Costs
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
+from kvferry.protocol.handshake import Refused
 from kvferry.scheduler.counters import Counters
 from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.peers.handshakes import HandshakeResult
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.settings import WorkerSettings
-from tests.link.channel import HOST, listening
+from tests.link.channel import HOST, ask, listening
 from tests.plan import samples
 from tests.waiting import wait_until
 
@@ -85,6 +87,28 @@ def test_a_hundred_descriptions_are_planned_by_a_fixed_number_of_threads(
     wait_until(
         lambda: not any(one.is_alive() for one in planners), "they end with the worker"
     )
+
+
+@pytest.mark.parametrize("boot", ["its own", "another"])
+def test_a_connection_is_kept_until_the_agents_are_connected_or_will_not_be(
+    contact: FirstContact, boot: str
+) -> None:
+    ended: queue.SimpleQueue[HandshakeResult] = queue.SimpleQueue()
+    description = samples.engine(workers=[samples.worker()])
+    is_known = boot == "its own"
+    with listening(Counters(), description=description) as (listener, port):
+        named = description.boot if is_known else OTHER_BOOT
+        key = PeerKey(HOST, port, description.engine_id, named)
+        contact.begin(key, ended.put)
+        assert isinstance(ended.get(timeout=60), PeerRefused) is not is_known
+        withdrawing = threading.Thread(target=listener.withdraw)
+        withdrawing.start()
+        if is_known:
+            wait_until(lambda: isinstance(ask(port), Refused), "nobody hears of it")
+            assert withdrawing.is_alive()
+            contact.over(key)
+        withdrawing.join(limits.CONTACTS_S / 2)
+        assert not withdrawing.is_alive()
 
 
 def test_a_system_that_gives_no_more_threads_fails_the_contact_and_not_the_next(

@@ -54,8 +54,8 @@ from kvferry.worker.pace import (
     QUARANTINE_POLL_S,
     PollPace,
 )
+from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.peers.first_reads import FirstReads
-from kvferry.worker.peers.handshakes import BeginHandshake
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.registration import WithdrawalRefused
@@ -83,7 +83,7 @@ class TransferThread:
     Args:
         fabric: belongs to the thread once it has started.
         groups, index: this engine's cache groups, and this worker's index in its engine.
-        begin_handshake: begins a handshake with a peer.
+        first_contact: begins handshakes with peers, and is told when their agents are connected.
         results: where it reports; what was not taken before is kept.
     """
 
@@ -93,7 +93,7 @@ class TransferThread:
         memory: WorkerMemory,
         groups: tuple[CacheGroup, ...],
         index: int,
-        begin_handshake: BeginHandshake,
+        first_contact: FirstContact,
         settings: WorkerSettings,
         results: ResultBox,
     ) -> None:
@@ -108,10 +108,11 @@ class TransferThread:
             memory.slot_reads,
             settings.handshake_timeout_s,
             memory.mapper,
+            on_end=first_contact.over,
         )
         self.registry = PeerRegistry(
             first_reads,
-            begin_handshake,
+            first_contact.begin,
             self.wake,
             ttl_s=settings.peer_ttl_s,
             max_peers=settings.max_peers,

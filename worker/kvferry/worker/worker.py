@@ -53,14 +53,6 @@ MakeFabric = Callable[[str], Fabric]
 DRAIN_MARGIN_S = 5.0
 """How much longer than the grace of a failed read a withdrawal waits for reads to end."""
 
-LINGER_S = 0.25
-"""How long an agent that peers may read from stays open once no peer is described it any more.
-
-Those that were described it before connect within milliseconds. UCX survives an agent that is gone before they begin,
-and one that goes when they are connected. An agent that goes in between has ended the peer's process, by an assertion:
-twice in 200 sleeps under load, in none since.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class _Generation:
@@ -109,7 +101,6 @@ class FerryWorker:
         self._results = ResultBox()
         self._siblings: tuple[WorkerDescription, ...] = ()
         self._static_peers: tuple[PeerKey, ...] = ()
-        self._drained_s = 0.0
         self.registration = Registration()
         # What has been made is undone if anything that follows fails: else the engine's memory would stay pinned.
         with contextlib.ExitStack() as undo:
@@ -289,7 +280,6 @@ class FerryWorker:
         if now is None or not self.registration.is_registered:
             return
         self.registration.apply(MemoryEvent.WITHDRAW)
-        self._drained_s = time.monotonic()
         self._step_marks = False
         # Here, not on the transfer thread, which may be stuck in a call: no consumer may read from now on.
         ended = self._memory.table.end_all()
@@ -319,8 +309,6 @@ class FerryWorker:
         if now is None:
             return
         self.registration.check(MemoryEvent.DEREGISTERED)
-        if self._settings.is_read_from:
-            time.sleep(max(0.0, self._drained_s + LINGER_S - time.monotonic()))
         self._static_peers = now.thread.registry.static
         # Not only its registrations: with transports that emulate remote reads by messages (TCP), the agent of the
         # memory's owner answers them, registered or not, and would read pages that are gone.
@@ -389,7 +377,7 @@ class FerryWorker:
             self._memory,
             self._groups,
             self._index,
-            self._first_contact.begin,
+            self._first_contact,
             self._settings,
             self._results,
         )

@@ -11,6 +11,7 @@ import msgspec
 
 from kvferry.link import limits
 from kvferry.link.client import SideChannelClient, read_description
+from kvferry.link.connection import Connection
 from kvferry.plan.cost import Costs
 from kvferry.plan.refusals import PlanRefused
 from kvferry.plan.transfer_plan import TransferPlan
@@ -51,6 +52,8 @@ class FirstContact:
         )
         self.link = SideChannelClient(settings.secrets, settings.allowed_hosts)
         self._plans = PlanCache(engine, 0, costs)
+        # Of producers that have described themselves, while their agents are connected. Used on the link's loop.
+        self._kept: dict[PeerKey, Connection] = {}
 
     def set_workers(
         self,
@@ -83,6 +86,10 @@ class FirstContact:
         """Begin the handshake with a producer; `on_end` is called once, on another thread. Never waits."""
         self.link.start(self._handshake(key), on_end)
 
+    def over(self, key: PeerKey) -> None:
+        """This producer's agents are connected, or will not be. May be called on any thread; never waits."""
+        self.link.call_soon(lambda: self._let_go(key))
+
     async def _handshake(self, key: PeerKey) -> tuple[EngineDescription, TransferPlan]:
         """Fetch a producer's description and plan the transfer.
 
@@ -102,13 +109,35 @@ class FirstContact:
             self.settings.handshake_timeout_s,
             queries_prompts=True,
             waits=False,
+            keep=lambda connection: self._keep(key, connection),
         )
         loop = asyncio.get_running_loop()
         try:
-            planned = loop.run_in_executor(self._planners, self._plan, key, frame)
+            return await loop.run_in_executor(self._planners, self._plan, key, frame)
         except RuntimeError as error:
+            self._let_go(key)
             raise HandshakeFailed(f"no thread to plan the transfer: {error}") from None
-        return await planned
+        except BaseException:
+            self._let_go(key)
+            raise
+
+    def _keep(self, key: PeerKey, connection: Connection) -> None:
+        """Keep a connection until `over`: its producer does not close its agents meanwhile."""
+        self._let_go(key)
+        self._kept[key] = connection
+
+        # Nobody says that it is over where the plan was not taken: the worker has fallen asleep.
+        def give_up() -> None:
+            if self._kept.get(key) is connection:
+                self._let_go(key)
+
+        timeout_s = self.settings.handshake_timeout_s
+        asyncio.get_running_loop().call_later(timeout_s, give_up)
+
+    def _let_go(self, key: PeerKey) -> None:
+        connection = self._kept.pop(key, None)
+        if connection is not None:
+            connection.close()
 
     def _plan(
         self, key: PeerKey, frame: bytes

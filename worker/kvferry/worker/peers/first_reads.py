@@ -7,7 +7,7 @@ that does not answer hangs without an error.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,6 +60,7 @@ class FirstReads:
     Args:
         timeout_s: for one of them.
         mapper: see `connect`.
+        on_end: called with every peer whose first read can write no more, or was not posted.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class FirstReads:
         slot_reads: SlotReads,
         timeout_s: float,
         mapper: Mapper | None = None,
+        on_end: Callable[[PeerKey], None] = lambda _: None,
     ) -> None:
         self._mapper = mapper
+        self._on_end = on_end
         self.reader = reader
         self.timeout_s = timeout_s
         self._caches = caches
@@ -115,19 +118,24 @@ class FirstReads:
             FabricError, InvalidMessage: as `connect` and `Fabric.post_read`.
         """
         prepare_begun_s = time.perf_counter()
-        peer = connect(
-            self.reader,
-            self._caches,
-            self._staging,
-            key,
-            description,
-            plan,
-            self._mapper,
-        )
+        try:
+            peer = connect(
+                self.reader,
+                self._caches,
+                self._staging,
+                key,
+                description,
+                plan,
+                self._mapper,
+            )
+        except Exception:
+            self._on_end(key)
+            raise
         proofs = sum(len(route.mapping.files) for route in peer.mapped_routes())
         entries = self._slot_reads.try_take(len(peer.routes) + proofs, str(key))
         if entries is None:
             disconnect(self.reader, peer)
+            self._on_end(key)
             raise HandshakeFailed("too many reads in flight")
         first_read = FirstRead(
             peer=peer,
@@ -178,6 +186,7 @@ class FirstReads:
                 for transfer in first_read.transfers:
                     first_read.reads.finished(transfer)
                 self._slot_reads.give_back(first_read.entries, str(first_read.peer.key))
+                self._on_end(first_read.peer.key)
             else:
                 self._give_up(first_read)
             ended.append((first_read, error))
@@ -244,4 +253,5 @@ class FirstReads:
             return False
         self._slot_reads.give_back(first_read.entries, str(first_read.peer.key))
         disconnect(self.reader, first_read.peer)
+        self._on_end(first_read.peer.key)
         return True
