@@ -13,6 +13,8 @@ from tests.faults.switches import Guard
 
 _ENGINES = "tests/worker/engines"
 _TAKEN_BACK = "tests/engine_core/test_taken_back.py"
+_WITHDRAWAL = f"{_ENGINES}/test_withdrawal.py"
+_SLEEP = "tests/engine_core/test_sleep.py"
 
 GUARDS = (
     Guard(
@@ -485,6 +487,96 @@ GUARDS = (
             "tests/engine_core/test_whole_prompts.py::"
             "test_only_the_whole_prompt_is_taken_and_for_no_other_prompt[a token more]",
         ),
+    ),
+    Guard(
+        "sleep-leases",
+        "all leases end through the fence before an agent is closed for a sleep",
+        (1, 2),
+        "kvferry.worker.leases:LeaseTable.end_all",
+        switches.end_nothing,
+        (
+            f"{_WITHDRAWAL}::test_a_read_that_ends_before_the_agent_is_closed_does_not_count",
+        ),
+    ),
+    Guard(
+        "sleep-loads",
+        "no load that only waits keeps an engine awake",
+        (6,),
+        "kvferry.worker.loads.runner:LoadRunner.fail_all",
+        switches.nothing,
+        (
+            f"{_WITHDRAWAL}::test_loads_under_way_fail_and_leave_nothing_in_the_pages[memory]",
+        ),
+    ),
+    Guard(
+        "sleep-reads",
+        "pages stay while reads may write into them",
+        (2,),
+        "kvferry.worker.transfer_thread:TransferThread._may_write",
+        switches.always([]),
+        (f"{_WITHDRAWAL}::test_a_read_that_does_not_end_keeps_the_pages_and_says_why",),
+    ),
+    Guard(
+        "sleep-unreported",
+        "what was loaded and not reported before a sleep has failed",
+        (1,),
+        "kvferry.worker.worker:FerryWorker._fail_unreported",
+        switches.nothing,
+        (
+            f"{_WITHDRAWAL}::test_what_was_loaded_and_not_reported_before_a_sleep_has_failed",
+        ),
+    ),
+    Guard(
+        "sleep-maps",
+        "a sleeping consumer maps nothing of its peers",
+        (4,),
+        "kvferry.worker.peers.registry:PeerRegistry.close",
+        switches.nothing,
+        (
+            f"{_WITHDRAWAL}::test_what_was_mapped_is_unmapped_before_the_consumer_sleeps",
+        ),
+    ),
+    Guard(
+        "sleep-agent",
+        "no agent answers for pages that may go",
+        (2,),
+        "kvferry.worker.fabric.nixl:NixlFabric.close",
+        switches.nothing,
+        (f"{_WITHDRAWAL}::test_no_agent_answers_for_pages_that_may_go",),
+    ),
+    Guard(
+        "sleep-contacts",
+        "an agent stays until the peers that were described it have connected",
+        (6,),
+        "kvferry.link.guarded_socket:GuardedSocket.wait_for_contacts",
+        switches.always(True),
+        (
+            f"{_WITHDRAWAL}::test_an_agent_stays_until_peers_that_know_of_it_have_connected[memory]",
+        ),
+    ),
+    Guard(
+        "sleep-handshakes",
+        "nobody is described the agent of a sleeping engine",
+        (4,),
+        "kvferry.link.server:SideChannelListener.withdraw",
+        switches.nothing,
+        (f"{_WITHDRAWAL}::test_handshakes_are_refused_during_a_sleep",),
+    ),
+    Guard(
+        "sleep-refused",
+        "a worker that cannot withdraw stops the sleep",
+        (2,),
+        "kvferry.connector.vllm.sleep:_withdraw_all",
+        switches.nothing,
+        (f"{_SLEEP}::test_a_worker_that_cannot_withdraw_stops_the_sleep_and_says_why",),
+    ),
+    Guard(
+        "sleep-generations",
+        "tickets of before a sleep are of another boot, with another key",
+        (1, 4),
+        "kvferry.connector.engine.local_engine:MemoryIdentity.renew",
+        switches.nothing,
+        (f"{_SLEEP}::test_tickets_of_before_are_of_another_boot_and_key",),
     ),
     Guard(
         "recomputes",

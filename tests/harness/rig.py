@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kvferry.protocol.orders import FailureReason
@@ -168,6 +169,13 @@ def rig_of(kind: str, settings: WorkerSettings = SETTINGS) -> Iterator[Rig]:
     finally:
         rig.close()
     until_threads_end()
+
+
+def maps_of(engine: Engine) -> int:
+    """How many maps this process has of an engine's files, its own included."""
+    names = [file.allocation.name for file in engine.caches.kv.shared]
+    maps = Path("/proc/self/maps").read_text()
+    return sum(maps.count(name) for name in names)
 
 
 def until_threads_end() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
 from tests.harness.inside import thread_of
-from tests.harness.rig import HASTY, Rig
+from tests.harness.rig import HASTY, Rig, maps_of
 from tests.waiting import step_until, wait_until
 
 CONSUMERS = {
@@ -32,13 +31,6 @@ CONSUMERS = {
 def pair(rig: Rig, **consumer: object) -> tuple[Engine, Engine]:
     """A producer whose memory can be mapped, and a consumer."""
     return rig.engine("P", shared=True), rig.engine("C", **consumer)
-
-
-def maps_of(engine: Engine) -> int:
-    """How many maps this process has of an engine's files, its own included."""
-    names = [file.allocation.name for file in engine.caches.kv.shared]
-    maps = Path("/proc/self/maps").read_text()
-    return sum(maps.count(name) for name in names)
 
 
 @pytest.mark.parametrize("shape", CONSUMERS.values(), ids=CONSUMERS)

@@ -18,9 +18,10 @@ from tests.harness.engine import Engine
 from tests.harness.fault_fabric import Point
 from tests.harness.inside import thread_of
 from tests.harness.integrity import snapshot_of
-from tests.harness.rig import Rig, rig_of
+from tests.harness.rig import Rig, maps_of, rig_of
 from tests.promises import promise
 from tests.waiting import step_until, wait_until
+from tests.worker.engines.streams import STREAMS
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Pair:
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """On the fake fabric, on the real one, and with a producer whose memory is mapped."""
     is_mapped = request.param == "mapped"
-    with rig_of("nixl" if is_mapped else request.param) as rig:
+    kind = "nixl" if is_mapped else request.param
+    with rig_of(kind, STREAMS) as rig:
         producer = rig.engine("P", sleeps=True, shared=is_mapped)
         yield Pair(rig, producer, rig.engine("C", sleeps=True))
 
@@ -101,6 +103,81 @@ def test_a_read_that_a_sleep_overlaps_is_reported_failed(
 
 
 @promise(1)
+def test_a_read_that_ends_before_the_agent_is_closed_does_not_count(
+    any_rig: Rig,
+) -> None:
+    """Between the two the workers of an engine wait for each other."""
+    producer, consumer = any_rig.pair(sleeps=True)
+    any_rig.transfer(producer, consumer, seed=1)
+    there = threading.Event()
+    consumer.fabric.stops.stop_at(Point.SECOND_FENCE, lambda _: there.set())
+    load = consumer.load(producer.prefill(10, seed=2).params)
+    step_until(there.is_set, "it stands still", consumer)
+    producer.worker.drain()
+    consumer.fabric.stops.go()
+    step_until(lambda: consumer.seen.is_over(load.request_id), "it is over", consumer)
+    assert consumer.seen.failed == {load.request_id: FailureReason.FENCE}
+    producer.worker.keep()
+    any_rig.transfer(producer, consumer, seed=3)
+
+
+@promise(2)
+def test_no_agent_answers_for_pages_that_may_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over TCP the agent of the memory's owner answers reads, of registered memory or not."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with rig_of("nixl") as rig:
+        producer, consumer = rig.pair(sleeps=True)
+        rig.transfer(producer, consumer, seed=1)
+        offer = producer.prefill(10, seed=2)
+        producer.withdraw()
+        load = consumer.load(offer.params)
+        step_until(
+            lambda: consumer.seen.is_over(load.request_id), "it is over", consumer
+        )
+        # Not FENCE: nobody has told it that the slot is empty.
+        assert consumer.seen.failed == {load.request_id: FailureReason.TRANSFER}
+        producer.restore()
+        rig.until_good(producer, consumer)
+
+
+def test_an_agent_stays_until_peers_that_know_of_it_have_connected(
+    any_rig: Rig,
+) -> None:
+    """One that goes meanwhile could end their process, by an assertion in UCX."""
+    producer, consumer = any_rig.pair(sleeps=True)
+    there = threading.Event()
+    consumer.fabric.stops.stop_at(Point.FIRST_CONTACT, lambda _: there.set())
+    load = consumer.load(producer.prefill(10, seed=1).params)
+    step_until(there.is_set, "it has the description", consumer)
+    withdrawing = threading.Thread(target=producer.withdraw)
+    withdrawing.start()
+    # Far longer than it takes where nobody connects.
+    withdrawing.join(0.5)
+    consumer.fabric.stops.go()
+    step_until(lambda: consumer.seen.is_over(load.request_id), "it is over", consumer)
+    withdrawing.join()
+    # It was connected, whatever it then found.
+    failure = consumer.seen.failed.get(load.request_id)
+    assert failure is not FailureReason.HANDSHAKE
+    producer.restore()
+    any_rig.until_good(producer, consumer)
+
+
+def test_what_was_mapped_is_unmapped_before_the_consumer_sleeps(rig: Rig) -> None:
+    producer = rig.engine("P", shared=True)
+    consumer = rig.engine("C", sleeps=True)
+    own = maps_of(producer)
+    rig.transfer(producer, consumer, seed=1)
+    assert maps_of(producer) == 2 * own
+    consumer.withdraw()
+    assert maps_of(producer) == own
+    consumer.restore()
+    rig.transfer(producer, consumer, seed=2)
+
+
+@promise(1)
 def test_a_read_in_flight_when_its_producer_falls_asleep_has_failed(rig: Rig) -> None:
     producer, consumer = rig.pair(sleeps=True)
     rig.transfer(producer, consumer, seed=1)
@@ -122,12 +199,18 @@ def test_loads_under_way_fail_and_leave_nothing_in_the_pages(pair: Pair) -> None
     consumer = pair.consumer
     rig.transfer(producer, consumer, seed=1)
     name = producer.start_prefill(10, seed=2)
-    waiting = consumer.load(
-        producer.changed(producer.prefill(10, seed=3), ticket={"lease_slot": 5})
-    )
+    computed = producer.begin_prefill(10, seed=3)
+    producer.step()
+    computed.offer()
+    assert computed.params is not None
+    waiting = consumer.load(computed.params)
+    step_until(consumer.parked_loads, "it waits for its producer", consumer)
     held = producer.prefill(10, seed=4)
     loads = [waiting, consumer.load(held.params)]
-    consumer.sleep()
+    try:
+        consumer.sleep()
+    except WithdrawalRefused as refused:
+        pytest.fail(f"a load keeps it awake that only waits: {refused}")
     consumer.step()
     for load in loads:
         assert consumer.seen.is_over(load.request_id)

@@ -405,13 +405,10 @@ class LeaseTable:
 
     def clear(self) -> None:
         """End every lease: the memory is about to be used for something else."""
+        self.end_all()
         with self._lock:
-            self.words[:] = EMPTY
             self.progress[:] = EMPTY
             self._rows.headers[:] = EMPTY
-            self._leases.clear()
-            self._held.clear()
-            self._pending.clear()
 
     def _find(self, slot: int, epoch: str) -> _ServedLease | None:
         """The lease of this slot and epoch. Orders and messages for a former lease of the slot find none."""

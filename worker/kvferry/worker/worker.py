@@ -315,12 +315,7 @@ class FerryWorker:
         now.thread.close()
         now.fabric.close()
         self._now = None
-        # What was loaded goes with the pages. A step that hears of it later must not take it for there.
-        with self._results as results:
-            results.failed.update(
-                dict.fromkeys(results.loaded, FailureReason.WITHDRAWN)
-            )
-            results.loaded.clear()
+        self._fail_unreported()
         self.registration.apply(MemoryEvent.DEREGISTERED)
 
     def restore(self) -> None:
@@ -396,6 +391,14 @@ class FerryWorker:
                 results.sent.add(hold.request_id)
             for request_id in head.loads:
                 results.failed[request_id] = FailureReason.WITHDRAWN
+
+    def _fail_unreported(self) -> None:
+        """What was loaded goes with the pages. A step that hears of it later must not take it for there."""
+        with self._results as results:
+            results.failed.update(
+                dict.fromkeys(results.loaded, FailureReason.WITHDRAWN)
+            )
+            results.loaded.clear()
 
     def _describe(self, fabric: Fabric) -> WorkerDescription:
         """This worker's description as a producer."""
