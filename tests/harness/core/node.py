@@ -48,7 +48,7 @@ from tests.waiting import deadline_s, step_until
 
 _IMPL: Any = CPUAttentionBackendImpl.__new__(CPUAttentionBackendImpl)
 _IMPL.attn_type, _IMPL.kv_cache_dtype = "decoder", "auto"
-_LAYER_MODULE = SimpleNamespace(
+LAYER_MODULE = SimpleNamespace(
     get_attn_backend=lambda: CPUAttentionBackend,
     impl=_IMPL,
     isa="vec",
@@ -168,7 +168,7 @@ class Node:
         start_parallel_state(self.engine.config)
         layers = [*map(layer_of, range(pp)), WINDOW_LAYER]
         self.engine.config.compilation_config.static_forward_context.update(
-            dict.fromkeys(layers, _LAYER_MODULE)
+            dict.fromkeys(layers, LAYER_MODULE)
         )
         self._depth = max(int(config.get("overlap", False)), pp - 1)
         self.steps_in_flight: deque[tuple[Scheduled, Any]] = deque()
