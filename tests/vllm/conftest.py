@@ -55,7 +55,7 @@ def pair(model: Path, logs: Path) -> Iterator[ServerPair]:
     """A producer and a consumer, both kvferry, with `recompute`."""
     # Short, yet longer than a busy machine takes from an answer to the next request.
     short = {"kv_lease_duration": 12.0}
-    debug = {"VLLM_LOGGING_LEVEL": "DEBUG"}
+    debug = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_SERVER_DEV_MODE": "1"}
     tools = (
         "--trust-request-chat-template",
         "--enable-auto-tool-choice",
