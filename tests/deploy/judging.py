@@ -21,7 +21,10 @@ KNOWN_TO_TRANSFER_CONFIG = {
 }
 _PARSE_ENGINES = """
 import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+except ImportError:  # 0.33
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 for words in json.load(sys.stdin):
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
