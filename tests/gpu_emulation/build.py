@@ -109,7 +109,14 @@ def _build_stand_ins() -> None:
     needed = {name for module in modules for name in _needed(module)}
     # Triton compiles its own use of the driver where it is installed.
     driver = (_PACKAGES / "triton" / "backends" / "nvidia" / "driver.c").read_text()
-    wanted = {*_nvidia_symbols(modules), *re.findall(r"\bcu[A-Z]\w+(?=\()", driver)}
+    # vLLM looks up by name what it calls beside its compiled files.
+    devices = _PACKAGES / "vllm" / "distributed" / "device_communicators"
+    looked_up = (devices / "cuda_wrapper.py").read_text()
+    wanted = {
+        *_nvidia_symbols(modules),
+        *re.findall(r"\bcu[A-Z]\w+(?=\()", driver),
+        *re.findall(r'"(cuda[A-Z]\w+)"', looked_up),
+    }
     if not {"libcudart.so.13", "libcuda.so.1"} <= needed:
         raise BuildFailed(
             f"torch and vLLM in {_PACKAGES} ask for other libraries: {', '.join(sorted(needed))}"

@@ -141,6 +141,14 @@ class ForkedEngine:
         """End a request that was begun."""
         self._call("abort", name)
 
+    def sleep(self, level: int = 1) -> None:
+        """Put the engine to sleep; it must be able to (`enable_sleep_mode`)."""
+        self._call("sleep", level)
+
+    def wake_up(self) -> None:
+        """Wake the engine, all of it."""
+        self._call("wake_up")
+
     def kill(self) -> None:
         """End the process as a fault does."""
         self._process.kill()

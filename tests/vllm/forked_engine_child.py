@@ -245,6 +245,15 @@ class ChildEngine:
                 )
                 self._answers[output.request_id] = answer
 
+    def sleep(self, level: int) -> None:
+        # As the loop of a server does, whose pause ends when no step is needed any more.
+        while not self._engine.reset_prefix_cache(reset_connector=True):
+            self._step()
+        self._engine.sleep(level)
+
+    def wake_up(self) -> None:
+        assert self._engine.wake_up()
+
     def metrics(self) -> str:
         from prometheus_client import generate_latest
 

@@ -19,6 +19,7 @@ from types import ModuleType
 _CHANGES = {
     "torch": "aten",
     "vllm._custom_ops": "vllm_ops",
+    "vllm.distributed.device_communicators.cuda_wrapper": "cuda_runtime",
     "vllm.vllm_flash_attn.flash_attn_interface": "flash_attention",
     "vllm.third_party.flash_linear_attention.ops.op": "flash_linear_attention",
     "triton.runtime.interpreter": "triton_interpreter",

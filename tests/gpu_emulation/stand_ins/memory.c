@@ -111,6 +111,19 @@ bool memory_unpin(void *start)
     return forget(start, false);
 }
 
+bool memory_adopt(void *start, size_t bytes)
+{
+    pthread_mutex_lock(&lock);
+    bool added = !holding(start) && add((struct range){start, bytes, DEVICE, NULL, 0});
+    pthread_mutex_unlock(&lock);
+    return added;
+}
+
+bool memory_disown(void *start)
+{
+    return forget(start, false);
+}
+
 enum kind memory_kind(const void *address)
 {
     pthread_mutex_lock(&lock);

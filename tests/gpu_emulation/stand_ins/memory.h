@@ -17,6 +17,10 @@ bool memory_delete(void *start);
 bool memory_pin(void *start, size_t bytes);
 bool memory_unpin(void *start);
 
+/* Counts memory that is mapped elsewhere as the device's (cuMemMap), and no longer. */
+bool memory_adopt(void *start, size_t bytes);
+bool memory_disown(void *start);
+
 /* Of any address within. */
 enum kind memory_kind(const void *address);
 
