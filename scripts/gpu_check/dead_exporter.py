@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -30,6 +31,7 @@ from typing import Any
 
 KERNELS = 64
 """Kernels that read all of the memory one after the other: some 25 ms for 1 GiB at 3 TB/s."""
+HANDLE_BYTES = 64
 MOST_POISONED = 20
 """After so many the answer is known."""
 HUNG_S = 20.0
@@ -91,7 +93,7 @@ class Driver:
     def open(self, handle: bytes) -> int:
         """Map memory of another process."""
         opened = self._driver.CUipcMemHandle()
-        opened.reserved = handle
+        ctypes.memmove(opened.getPtr(), handle, HANDLE_BYTES)
         lazily = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         return int(self.call("cuIpcOpenMemHandle", opened, int(lazily)))
 
@@ -103,7 +105,8 @@ def export(gpu: int, num_bytes: int) -> int:
     start = int(driver.call("cuMemAlloc", num_bytes))
     driver.call("cuMemsetD8", start, value, num_bytes)
     driver.call("cuCtxSynchronize")
-    handle = bytes(driver.call("cuIpcGetMemHandle", start).reserved)
+    exported = driver.call("cuIpcGetMemHandle", start)
+    handle = ctypes.string_at(exported.getPtr(), HANDLE_BYTES)
     print(json.dumps({"handle": handle.hex(), "value": value}), flush=True)
     sys.stdin.read()
     return 0

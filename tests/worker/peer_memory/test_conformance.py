@@ -6,9 +6,12 @@ everywhere, and with the real one where there is a GPU, real or emulated.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -207,26 +210,33 @@ class Implementation:
     """Attributes:
     export: what an exporting process runs.
     importer: makes the importer's side.
+    context: of the exporting process.
     """
 
     export: Callable[[Connection], None]
     importer: Callable[[], FileImporter]
+    context: Callable[[], BaseContext] = forkserver
 
 
 IMPLEMENTATIONS = {
     "host": Implementation(export_files, FileImporter),
     "stand-in": Implementation(export_fake, import_fake),
-    "cuda": Implementation(export_cuda, import_cuda),
+    # The server that processes are forked from may have used CUDA, which then does without forks.
+    "cuda": Implementation(
+        export_cuda, import_cuda, partial(multiprocessing.get_context, "spawn")
+    ),
 }
 
 
 class Exporter:
     """A process that has exported memory."""
 
-    def __init__(self, export: Callable[[Connection], None]) -> None:
-        context = forkserver()
+    def __init__(self, implementation: Implementation) -> None:
+        context: Any = implementation.context()
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=export, args=(theirs,), daemon=True)
+        self._process = context.Process(
+            target=implementation.export, args=(theirs,), daemon=True
+        )
         self._process.start()
         theirs.close()
         self.shared: SharedMemory = self._pipe.recv()
@@ -248,11 +258,11 @@ class Scene:
         self.importer = implementation.importer()
         self.memory = self.importer.memory
         self.maps = self.importer.maps
-        self._export = implementation.export
+        self._implementation = implementation
         self._exporters: list[Exporter] = []
 
     def exporter(self) -> Exporter:
-        exporter = Exporter(self._export)
+        exporter = Exporter(self._implementation)
         self._exporters.append(exporter)
         return exporter
 

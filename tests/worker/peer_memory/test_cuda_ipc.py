@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable
@@ -147,6 +148,20 @@ class Results(SimpleNamespace):
     """An enumeration of the driver."""
 
 
+class Handle:
+    """64 bytes, of which the package gives the address alone."""
+
+    def __init__(self, value: bytes) -> None:
+        self._buffer = ctypes.create_string_buffer(value, 64)
+
+    def getPtr(self) -> int:  # noqa: N802 (the package's name)
+        return ctypes.addressof(self._buffer)
+
+    @property
+    def value(self) -> bytes:
+        return self._buffer.raw
+
+
 SUCCESS = SimpleNamespace(name="CUDA_SUCCESS")
 UUIDS = {0: b"\x00" * 16, 1: b"\x01" * 16}
 
@@ -190,7 +205,7 @@ class Bindings(ModuleType):
             "cuStreamCreate": lambda flags: ("stream",),
             "cuPointerGetAttribute": self._attribute,
             "cuMemGetAddressRange": lambda address: (address & ~0xFFFF, 1 << 20),
-            "cuIpcGetMemHandle": lambda start: (SimpleNamespace(reserved=b"h" * 64),),
+            "cuIpcGetMemHandle": lambda start: (Handle(b"h" * 64),),
             "cuIpcOpenMemHandle": lambda handle, flags: (0x7000_0000,),
             "cuIpcCloseMemHandle": lambda start: (),
             "cuMemcpyDtoHAsync": lambda *of: (),
@@ -199,8 +214,8 @@ class Bindings(ModuleType):
         for name, answer in answers.items():
             setattr(self, name, self._function(name, answer))
 
-    def CUipcMemHandle(self) -> SimpleNamespace:  # noqa: N802 (the driver's name)
-        return SimpleNamespace(reserved=b"")
+    def CUipcMemHandle(self) -> Handle:  # noqa: N802 (the driver's name)
+        return Handle(b"")
 
     def names(self) -> list[str]:
         return [name for name, _ in self.calls]
@@ -318,7 +333,9 @@ def test_a_device_without_peer_access_is_refused_and_one_that_is_not_visible_is_
     assert "cuIpcOpenMemHandle" not in bindings.names()
     assert driver.open(b"h" * 64, "02" * 16).num_bytes == 1 << 20
     bindings.reaches = 1
-    assert driver.open(b"h" * 64, "01" * 16).start == 0x7000_0000
+    assert driver.open(b"k" * 64, "01" * 16).start == 0x7000_0000
+    opened, _ = bindings.calls[bindings.names().index("cuIpcOpenMemHandle")][1]
+    assert opened.value == b"h" * 64
 
 
 def test_a_handle_that_the_driver_refuses_says_its_error(bindings: Bindings) -> None:

@@ -6,6 +6,7 @@ any thread, as the last user of a map may go on any; each makes the worker's con
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import os
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MASK = (1 << 63) - 1
+_HANDLE_BYTES = 64
+"""CUDA's `CU_IPC_HANDLE_SIZE`. The package gives the address of a handle; its bytes have no name in some versions."""
 
 
 class CudaIpcDriver:
@@ -68,13 +71,14 @@ class CudaIpcDriver:
 
     def export(self, start: int) -> bytes:
         """See `IpcDriver`."""
-        return bytes(self._call("cuIpcGetMemHandle", start).reserved)
+        handle = self._call("cuIpcGetMemHandle", start)
+        return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
     def open(self, handle: bytes, device: str) -> DriverAllocation:
         """See `IpcDriver`."""
         self._check_reach(device)
         opened = self._driver.CUipcMemHandle()
-        opened.reserved = handle
+        ctypes.memmove(opened.getPtr(), handle, _HANDLE_BYTES)
         lazily = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         start = int(self._call("cuIpcOpenMemHandle", opened, int(lazily)))
         try:
