@@ -89,7 +89,7 @@ class Histories(RuleBasedStateMachine):
         assert self.queries.start(
             f"d{self.count}", PRODUCER, key, 5, DIGESTS[which], self.now_s
         )
-        (command,) = self.queries.take_commands()
+        (command,) = self.queries.commands.take()
         assert isinstance(command, StartQuery)
         self.open[command.query.number] = command.query
         self.asking[command.query.number] = f"d{self.count}", which
@@ -157,7 +157,7 @@ class Histories(RuleBasedStateMachine):
 
     def settle(self, number: int) -> tuple[str, int]:
         del self.open[number]
-        assert self.queries.take_commands() == (StopQuery(number),)
+        assert self.queries.commands.take() == (StopQuery(number),)
         self.directory.unsubscribe(Unsubscribe(client_id="d", numbers=(number,)))
         return self.asking.pop(number)
 
@@ -410,7 +410,7 @@ def opened(
 def numbers(queries: PendingQueries) -> list[int]:
     return [
         command.query.number
-        for command in queries.take_commands()
+        for command in queries.commands.take()
         if isinstance(command, StartQuery)
     ]
 
@@ -454,7 +454,7 @@ def test_a_question_ends_soon_after_its_request(
     assert not list(pending_queries.give_up(2.0 + kept_s * 0.99))
     (given_up,) = pending_queries.give_up(2.0 + kept_s)
     assert given_up.query.number == ended
-    assert pending_queries.take_commands() == (StopQuery(ended),)
+    assert pending_queries.commands.take() == (StopQuery(ended),)
     assert waits in pending_queries
 
 

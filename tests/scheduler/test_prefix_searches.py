@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.link import limits
 from kvferry.link.limits import Backoff
-from kvferry.link.query_commands import StartSearch, StopQuery
+from kvferry.link.query_commands import QueryCommands, StartSearch, StopQuery
 from kvferry.protocol.digests import GrowingChain, Prompt
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.prompt_queries import PromptProgress
@@ -54,13 +54,13 @@ def begin(
         now_s=0.0,
         until_s=until_s,
     )
-    (command,) = searches.take_commands()
+    (command,) = searches.commands.take()
     assert isinstance(command, StartSearch)
     return command.number
 
 
 def made() -> PrefixSearches:
-    return PrefixSearches(RequestTable(), itertools.count())
+    return PrefixSearches(RequestTable(), QueryCommands())
 
 
 def test_the_longest_prefix_of_several_is_taken_and_the_others_are_given_back() -> None:
@@ -82,7 +82,7 @@ def test_the_longest_prefix_of_several_is_taken_and_the_others_are_given_back() 
     assert settled.best == tickets[1]
     assert settled.best_from == PRODUCERS[1]
     assert searches.take_unused() == (tickets[0], tickets[2])
-    assert searches.take_commands() == (StopQuery(number),)
+    assert searches.commands.take() == (StopQuery(number),)
     assert len(searches) == 0
 
 
@@ -165,9 +165,9 @@ def test_a_request_that_ends_gives_back_what_was_found_for_it() -> None:
     )
     searches.end("r")
     assert searches.take_unused() == (found,)
-    assert searches.take_commands() == (StopQuery(number),)
+    assert searches.commands.take() == (StopQuery(number),)
     searches.end("r")
-    assert searches.take_commands() == ()
+    assert searches.commands.take() == ()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_an_engine_that_does_not_answer_is_asked_again_after_longer_and_longer(
         assert searches.is_paused(PRODUCERS[0], now_s + pause_s - 0.01)
         now_s += pause_s
         assert not searches.is_paused(PRODUCERS[0], now_s)
-        searches.take_commands()
+        searches.commands.take()
     searches.answered(PRODUCERS[0], number, PromptProgress.OVER, now_s)
     searches.answered(PRODUCERS[0], number, PromptProgress.UNKNOWN, now_s)
     assert not searches.is_paused(PRODUCERS[0], now_s + 1.0), "it begins anew"
@@ -231,7 +231,7 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = RequestTable()
-        self.searches = PrefixSearches(self.table, itertools.count())
+        self.searches = PrefixSearches(self.table, QueryCommands())
         self.now_s = 0.0
         self.count = 0
         self.open: dict[int, str] = {}
@@ -331,7 +331,7 @@ class Histories(RuleBasedStateMachine):
         back = self.searches.take_unused()
         epochs = [one.kvferry.lease_epoch for one in (*back, *self.used)]
         assert sorted(epochs) == sorted(one.kvferry.lease_epoch for one in self.issued)
-        commands = self.searches.take_commands()
+        commands = self.searches.commands.take()
         stops = [one.number for one in commands if isinstance(one, StopQuery)]
         assert sorted(stops) == list(range(self.count))
 

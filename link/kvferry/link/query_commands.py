@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.prompt_queries import PromptProgress, PromptQuery
@@ -43,6 +44,32 @@ class StopQuery:
 
 
 QueryCommand = StartQuery | StartSearch | StopQuery
+
+
+class QueryCommands:
+    """Commands that the side channel has not taken yet, and the numbers of the queries in them.
+
+    Queries about prompts and searches for prefixes have one together: an answer has a number, and nothing else that
+    tells which it is of.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._waiting: list[QueryCommand] = []
+
+    def next_number(self) -> int:
+        """The number of a new query."""
+        return next(self._numbers)
+
+    def add(self, command: QueryCommand) -> None:
+        """The side channel is to do this, after all that was added before."""
+        self._waiting.append(command)
+
+    def take(self) -> tuple[QueryCommand, ...]:
+        """Commands since the last call, in order."""
+        commands = tuple(self._waiting)
+        self._waiting.clear()
+        return commands
 
 
 SETTLING = (PromptProgress.TICKET, PromptProgress.OVER)

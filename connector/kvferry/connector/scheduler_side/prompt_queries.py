@@ -18,13 +18,13 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import islice
 from typing import NamedTuple
 
 from kvferry.connector.scheduler_side.parking import Parking
 from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
 from kvferry.connector.vllm.loop import EngineLoop
-from kvferry.link.query_commands import SETTLING, Producer, QueryCommand
+from kvferry.link.query_commands import SETTLING, Producer, QueryCommands
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.hosts import host_port
@@ -112,6 +112,7 @@ class PromptQueries:
     Attributes:
         queries: open ones.
         searches: for prefixes, open ones.
+        commands: for the side channel, of both.
         recomputes: as given.
     """
 
@@ -123,9 +124,9 @@ class PromptQueries:
         recomputes: bool,
         spans: tuple[int, ...] = (),
     ) -> None:
-        numbers = count()
-        self.queries = PendingQueries(spans, requests.table, numbers)
-        self.searches = PrefixSearches(requests.table, numbers)
+        self.commands = QueryCommands()
+        self.queries = PendingQueries(spans, requests.table, self.commands)
+        self.searches = PrefixSearches(requests.table, self.commands)
         self._requests = requests
         self.recomputes = recomputes
         self._failing_in_next_step: list[str] = []
@@ -218,13 +219,6 @@ class PromptQueries:
         # that vLLM does not know of would end the engine.
         if num_external_tokens:
             self._failing_in_next_step.append(entry.request_id)
-
-    def take_commands(self) -> tuple[QueryCommand, ...]:
-        """Commands for the side channel since the last call, in order."""
-        commands = self.queries.take_commands()
-        if self.searches.commands:
-            commands += self.searches.take_commands()
-        return commands
 
     def take_failing(self) -> tuple[str, ...]:
         """The requests for the workers to report as failed in the step that begins."""

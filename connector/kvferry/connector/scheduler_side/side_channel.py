@@ -186,7 +186,7 @@ class SideChannel:
             if commands:
                 self.renewer.submit(commands)
         if self.query_client is not None:
-            query_commands = self.queries.take_commands()
+            query_commands = self.queries.commands.take()
             if query_commands:
                 self.query_client.submit(query_commands)
 

@@ -1,6 +1,6 @@
 """Open queries about prompts that are prefilled elsewhere at this moment: until each has a ticket or is given up.
 
-No I/O, no clock. Commands for the side channel are returned in order: `StartQuery`, `StopQuery`.
+No I/O, no clock. What the side channel is to do is added to `QueryCommands`: `StartQuery`, `StopQuery`.
 
   start ──► open ──answered: ticket, over──► settled ──► StopQuery
              │  ▲
@@ -16,12 +16,11 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 
 from kvferry.link.query_commands import (
     SETTLING,
     Producer,
-    QueryCommand,
+    QueryCommands,
     StartQuery,
     StopQuery,
 )
@@ -137,19 +136,22 @@ class PendingQueries:
     Args:
         spans: of this engine's blocks, if it reads prompts while they are computed (`PromptQuery`).
         requests: this engine's; the ledgers have the same.
-        numbers: of queries, which searches for prefixes have in common with these.
+        commands: for the side channel; searches for prefixes have the same.
+
+    Attributes:
+        commands: as given.
     """
 
     def __init__(
         self,
         spans: tuple[int, ...] = (),
         requests: RequestTable | None = None,
-        numbers: Iterator[int] | None = None,
+        commands: QueryCommands | None = None,
     ) -> None:
         self._spans = spans
         self._requests = RequestTable() if requests is None else requests
         self._num_waiting = 0
-        self._numbers = count() if numbers is None else numbers
+        self.commands = QueryCommands() if commands is None else commands
         self._by_number: dict[int, PendingQuery] = {}
         self._by_host = _QueriesByHost()
         # A query is in all timers whose state it is in.
@@ -159,7 +161,6 @@ class PendingQueries:
         # Their requests have ended since the last `give_up`, which has a clock and starts their timers.
         self._leaving: deque[PendingQuery] = deque()
         self._crowded_out: deque[PendingQuery] = deque()
-        self._commands: list[QueryCommand] = []
 
     def __len__(self) -> int:
         """The number of requests that wait for an answer."""
@@ -190,7 +191,7 @@ class PendingQueries:
         if is_full and not self._make_room(host):
             return False
         query = PromptQuery(
-            number=next(self._numbers),
+            number=self.commands.next_number(),
             key=key,
             num_tokens=num_tokens,
             digest=digest,
@@ -204,7 +205,7 @@ class PendingQueries:
         self._num_waiting += 1
         self._by_host.add(host, query.number)
         self._unknown.start(query.number, now_s)
-        self._commands.append(StartQuery(producer, query))
+        self.commands.add(StartQuery(producer, query))
         return True
 
     def answered(
@@ -279,12 +280,6 @@ class PendingQueries:
         self._leaving.append(opened)
         if len(self._leaving) + len(self._ended) > MAX_ENDED:
             self._give_up_ended()
-
-    def take_commands(self) -> tuple[QueryCommand, ...]:
-        """Commands for the side channel since the last call, in order."""
-        commands = tuple(self._commands)
-        self._commands.clear()
-        return commands
 
     def snapshot(self) -> PendingQueriesSnapshot:
         """What is open now."""
@@ -365,7 +360,7 @@ class PendingQueries:
             record = self._requests.find(opened.request_id)
             if record is not None:
                 self._end_wait(record)
-        self._commands.append(StopQuery(number))
+        self.commands.add(StopQuery(number))
 
     def _end_wait(self, record: RequestRecord) -> None:
         record.query = None

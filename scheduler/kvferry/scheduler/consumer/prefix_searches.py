@@ -1,6 +1,6 @@
 """Open searches for prefixes: requests that wait to hear which engine has the first part of their prompts.
 
-No I/O, no clock. Commands for the side channel are returned in order: `StartSearch`, `StopQuery`.
+No I/O, no clock. What the side channel is to do is added to `QueryCommands`: `StartSearch`, `StopQuery`.
 
   start ──► open ──all have answered, one has everything, or the time is over──► settled ──► StopQuery
                  ──the request has ended, or does not want it any more─────────► (gone)  ──► StopQuery
@@ -18,7 +18,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvferry.link import limits
-from kvferry.link.query_commands import Producer, QueryCommand, StartSearch, StopQuery
+from kvferry.link.query_commands import (
+    Producer,
+    QueryCommands,
+    StartSearch,
+    StopQuery,
+)
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.prompt_queries import PromptProgress
@@ -75,24 +80,23 @@ class PrefixSearches:
 
     Args:
         requests: this engine's.
-        numbers: of queries, which prompt queries have in common with these.
+        commands: for the side channel; queries about prompts have the same.
 
     Attributes:
         open: by the number of their query; only to be read.
         unused: tickets that nobody takes, since the last `take_unused`; only to be read.
-        commands: for the side channel, since the last `take_commands`; only to be read.
+        commands: as given.
     """
 
-    def __init__(self, requests: RequestTable, numbers: Iterator[int]) -> None:
+    def __init__(self, requests: RequestTable, commands: QueryCommands) -> None:
         self._requests = requests
-        self._numbers = numbers
+        self.commands = commands
         self.open: dict[int, PrefixSearch] = {}
         self._timers: list[tuple[float, int]] = []  # a heap
         self._pauses = _Pauses()
         # What settled searches covered, for tickets that are on their way.
         self._late: OrderedDict[int, int] = OrderedDict()
         self.unused: list[RemotePrefill] = []
-        self.commands: list[QueryCommand] = []
 
     def __len__(self) -> int:
         """The number of requests that wait."""
@@ -130,7 +134,7 @@ class PrefixSearches:
         if record.search is not None:
             # An earlier request of this id.
             self._settle(record.search)
-        number = next(self._numbers)
+        number = self.commands.next_number()
         asked = tuple(producers)
         search = PrefixSearch(
             request_id=request_id,
@@ -146,7 +150,7 @@ class PrefixSearches:
         self.open[number] = search
         record.search = search
         heapq.heappush(self._timers, (until_s, number))
-        self.commands.append(StartSearch(number, asked, chain, most_tokens, min_tokens))
+        self.commands.add(StartSearch(number, asked, chain, most_tokens, min_tokens))
 
     def answered(
         self,
@@ -228,12 +232,6 @@ class PrefixSearches:
         self.unused.clear()
         return unused
 
-    def take_commands(self) -> tuple[QueryCommand, ...]:
-        """Commands for the side channel since the last call, in order."""
-        commands = tuple(self.commands)
-        self.commands.clear()
-        return commands
-
     def snapshot(self) -> PrefixSearchesSnapshot:
         """What is open now."""
         by_number = self.open
@@ -269,7 +267,7 @@ class PrefixSearches:
             self._late[search.number] = search.most_tokens
             if len(self._late) > MAX_LATE:
                 self._late.popitem(last=False)
-        self.commands.append(StopQuery(search.number))
+        self.commands.add(StopQuery(search.number))
         record = self._requests.find(search.request_id)
         if record is not None and record.search is search:
             self._end_wait(record)
