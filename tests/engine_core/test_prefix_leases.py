@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.scheduler_side import prefix_leases
+from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.protocol.digests import CHUNK_TOKENS, Prompt
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import SlotState, slot_word
@@ -192,6 +193,19 @@ def test_a_long_prefix_is_taken_in_several_steps(
     assert node.engine.free_blocks == free - PREFIX_BLOCKS
 
 
+def test_a_look_up_gives_the_interpreters_lock_away_again_and_again(make: Any) -> None:
+    node = make("kv_both", **LONG)
+    compute(node, "own", PROMPT)
+    cache = PrefixCache()
+    cache.bind(node.engine.scheduler.kv_cache_manager)
+    hashes = node.engine.make_request("looked up", PROMPT).block_hashes
+    pauses: list[int] = []
+    found = cache.find(hashes, 1024, lambda: pauses.append(1))
+    assert found is not None
+    assert found.num_tokens == 1024
+    assert len(pauses) >= 2 * PREFIX_BLOCKS // 32, "of hashes, and of blocks"
+
+
 def test_a_prefix_that_is_gone_before_the_step_is_looked_up_again(make: Any) -> None:
     node = make("kv_both", **LONG)
     compute(node, "own", PROMPT)
@@ -365,12 +379,27 @@ def test_prefixes_have_their_share_of_the_slots(make: Any) -> None:
 @promise(9)
 def test_no_prefix_is_held_while_few_blocks_are_free(make: Any) -> None:
     node = make("kv_both", **{**LONG, "num_blocks": 160})
-    node.engine.add("own", PROMPT[:300], max_tokens=1)
-    node.answer("own")
-    node.engine.add("large", tokens(1900, seed=9), max_tokens=100)
-    node.until(lambda: node.engine.free_blocks < 40)
+    compute(node, "own", PROMPT[:300])
+    node.engine.add("large", tokens(1900, seed=9), max_tokens=140)
+    # With the 16 blocks of the prefix fewer than an eighth were left; its share of the cache would do.
+    node.until(lambda: node.engine.free_blocks < 36)
     with asking(node) as asker:
-        assert asker.ask(query_of(tokens(1900, seed=9))).reason == "no_lease"
+        assert asker.ask(query_of(PROMPT[:300])).reason == "no_lease"
+        node.answer("large")
+        asker.ticket(query_of(PROMPT[:300], 2))
+
+
+@promise(9)
+def test_no_prefix_is_held_while_few_slots_are_free(make: Any) -> None:
+    node = make("kv_both", **LONG, extra={"lease_slots": 8})
+    compute(node, "own", PROMPT[:300])
+    for number in range(7):
+        node.prefill(f"p{number}", tokens(20, seed=number + 20))
+    with asking(node) as asker:
+        assert asker.ask(query_of(PROMPT[:300])).reason == "no_lease"
+        release(node, held(node)[0])
+        node.until(lambda: len(side_of(node).leases) == 6)
+        asker.ticket(query_of(PROMPT[:300], 2))
 
 
 @promise(9)
@@ -385,6 +414,17 @@ def test_the_engines_own_requests_do_not_wait_for_prefixes(make: Any) -> None:
     computed = [node.step().computed.get("large", 0) for _ in range(5)]
     assert sum(computed) >= 2000
     assert 0 not in computed[:4]
+    node.answer("large")
+    assert node.engine.counted("prefixes_released", "evicted") == 1
+
+
+@promise(9)
+def test_a_request_that_does_not_fit_beside_a_prefix_gets_its_blocks(make: Any) -> None:
+    node = make("kv_both", **{**LONG, "num_blocks": 150})
+    compute(node, "own", PROMPT[:600])
+    with asking(node) as asker:
+        asker.ticket(query_of(PROMPT[:600]))
+    node.engine.add("large", tokens(2000, seed=9), max_tokens=20)
     node.answer("large")
     assert node.engine.counted("prefixes_released", "evicted") == 1
 

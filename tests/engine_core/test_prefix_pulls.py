@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate
+from kvferry.worker.loads.data_reads import DataReads
+from kvferry.worker.loads.fence import LeaseFence
 from tests.engine_core.prefixes import LONG, compute, side_of
 from tests.engine_core.test_load_metrics import samples
 from tests.harness.core import configs, node
@@ -153,18 +156,16 @@ def test_a_request_that_is_aborted_while_it_asks_leaves_no_lease(make: Any) -> N
     everything_is_over(answerer, asker)
 
 
-def test_a_prefix_that_is_rewritten_while_it_is_read_is_not_believed(
-    make: Any,
-) -> None:
-    """The lease is ended and its blocks are filled by others between the ticket and the load."""
-    answerer, asker = make("kv_both", **LONG), make("kv_both", **LONG, **ASKS)
-    compute(answerer, "before", PREFIX, 2)
-    asker.engine.add("asked", PROMPT, source_of(answerer), max_tokens=COUNT)
-    until((answerer,), lambda: answerer.engine.counted("prefixes_opened") == 1)
+def rewrite(answerer: Node) -> None:
+    """End the lease, and compute other prompts in its blocks."""
     side_of(answerer).leases.release_all("evicted")
     until((answerer,), lambda: answerer.engine.is_whole)
     for seed in range(30, 38):
         compute(answerer, f"other{seed}", tokens(1500, seed=seed))
+
+
+def is_computed(asker: Node, answerer: Node) -> None:
+    """The prompt is answered without a byte of what was rewritten."""
     until(
         (asker, answerer),
         lambda: asker.engine.answers["asked"].finish_reason is not None,
@@ -174,3 +175,49 @@ def test_a_prefix_that_is_rewritten_while_it_is_read_is_not_believed(
     assert asker.engine.counted("failed_loads") == 1
     assert asker.engine.counted("prefix_tokens_loaded") == 0
     everything_is_over(answerer, asker)
+
+
+def test_a_prefix_that_was_rewritten_before_it_is_read_is_not_read(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answerer, asker = make("kv_both", **LONG), make("kv_both", **LONG, **ASKS)
+    compute(answerer, "before", PREFIX, 2)
+    steps = DataReads.steps
+    read: list[object] = []
+
+    def counted(data: DataReads, *args: Any) -> Any:
+        read.append(data)
+        return steps(data, *args)
+
+    monkeypatch.setattr(DataReads, "steps", counted)
+    asker.engine.add("asked", PROMPT, source_of(answerer), max_tokens=COUNT)
+    until((answerer,), lambda: answerer.engine.counted("prefixes_opened") == 1)
+    rewrite(answerer)
+    is_computed(asker, answerer)
+    assert not read
+
+
+def test_a_prefix_that_is_rewritten_between_the_two_readings_is_not_believed(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease is READY when the load looks first, and over when the bytes are read."""
+    answerer, asker = make("kv_both", **LONG), make("kv_both", **LONG, **ASKS)
+    compute(answerer, "before", PREFIX, 2)
+    wait_until_ready = LeaseFence.wait_until_ready
+    is_ready = threading.Event()
+    is_rewritten = threading.Event()
+
+    def held(fence: LeaseFence, peer: Any) -> Any:
+        yield from wait_until_ready(fence, peer)
+        is_ready.set()
+        while not is_rewritten.is_set():
+            yield
+
+    monkeypatch.setattr(LeaseFence, "wait_until_ready", held)
+    asker.engine.add("asked", PROMPT, source_of(answerer), max_tokens=COUNT)
+    try:
+        until((asker, answerer), is_ready.is_set)
+        rewrite(answerer)
+    finally:
+        is_rewritten.set()
+    is_computed(asker, answerer)

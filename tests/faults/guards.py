@@ -15,27 +15,31 @@ _ENGINES = "tests/worker/engines"
 _TAKEN_BACK = "tests/engine_core/test_taken_back.py"
 _WITHDRAWAL = f"{_ENGINES}/test_withdrawal.py"
 _SLEEP = "tests/engine_core/test_sleep.py"
+_PREFIX_LEASES = "tests/engine_core/test_prefix_leases.py"
+_PREFIX_PULLS = "tests/engine_core/test_prefix_pulls.py"
 
 GUARDS = (
     Guard(
         "fence-after",
         "the slot is read again after the data",
-        (1, 2),
+        (1, 2, 9),
         "kvferry.worker.loads.fence:LeaseFence.check_after",
         switches.no_steps,
         (
             f"{_ENGINES}/test_fence.py::test_a_load_whose_blocks_were_given_away_during_the_read_is_never_good[nixl]",
             f"{_ENGINES}/test_fence.py::test_a_lease_that_computes_again_after_the_read_is_no_good_either",
+            f"{_PREFIX_PULLS}::test_a_prefix_that_is_rewritten_between_the_two_readings_is_not_believed",
         ),
     ),
     Guard(
         "fence-before",
         "the slot is read before the data",
-        (2,),
+        (2, 9),
         "kvferry.worker.loads.fence:LeaseFence.wait_until_ready",
         switches.no_steps,
         (
             f"{_ENGINES}/test_fence.py::test_a_lease_that_ended_before_the_read_is_not_read_from",
+            f"{_PREFIX_PULLS}::test_a_prefix_that_was_rewritten_before_it_is_read_is_not_read",
         ),
     ),
     Guard(
@@ -586,6 +590,133 @@ GUARDS = (
         switches.count_no_recomputes,
         (
             "tests/engine_core/test_metrics.py::test_outcomes_of_remote_prompts_are_in_prometheus_by_reason",
+        ),
+    ),
+    Guard(
+        "prefix-first",
+        "leases of prefixes go before all others, as soon as their blocks may be needed",
+        (9,),
+        "kvferry.scheduler.producer.eviction_order:rank_of",
+        switches.prefixes_go_last,
+        (
+            f"{_PREFIX_LEASES}::test_the_engines_own_requests_do_not_wait_for_prefixes",
+            f"{_PREFIX_LEASES}::test_a_request_that_does_not_fit_beside_a_prefix_gets_its_blocks",
+        ),
+    ),
+    Guard(
+        "prefix-share",
+        "leases of prefixes have a share of the blocks and of the slots",
+        (9,),
+        "kvferry.connector.scheduler_side.prefix_leases:SHARE",
+        switches.bound_of(1),
+        (
+            f"{_PREFIX_LEASES}::test_prefixes_have_their_share_of_the_cache",
+            f"{_PREFIX_LEASES}::test_prefixes_have_their_share_of_the_slots",
+        ),
+    ),
+    Guard(
+        "prefix-reserve",
+        "none is opened while few blocks or slots are free",
+        (9,),
+        "kvferry.connector.scheduler_side.prefix_leases:RESERVED",
+        switches.bound_of(1 << 30),
+        (
+            f"{_PREFIX_LEASES}::test_no_prefix_is_held_while_few_blocks_are_free",
+            f"{_PREFIX_LEASES}::test_no_prefix_is_held_while_few_slots_are_free",
+        ),
+    ),
+    Guard(
+        "prefix-parts",
+        "a step takes references on a part of a long prefix",
+        (9,),
+        "kvferry.connector.scheduler_side.prefix_leases:PrefixLeases._go_on",
+        switches.take_all_at_once,
+        (f"{_PREFIX_LEASES}::test_a_long_prefix_is_taken_in_several_steps",),
+    ),
+    Guard(
+        "prefix-returns",
+        "a step gives back a part of them",
+        (9,),
+        "kvferry.scheduler.producer.block_references:BlockReferences.return_some",
+        switches.return_all_at_once,
+        (
+            "tests/scheduler/test_reservations.py::test_the_end_of_a_prefix_is_given_back_first",
+        ),
+    ),
+    Guard(
+        "prefix-pauses",
+        "a query that takes long gives the interpreter's lock to the engine's thread meanwhile",
+        (9,),
+        "kvferry.scheduler.producer.prefix_directory:PrefixDirectory._pause",
+        switches.nothing,
+        (
+            "tests/scheduler/test_prefix_directory.py::"
+            "test_the_engines_thread_gets_its_turn_while_a_long_prompt_is_listed_and_looked_up",
+        ),
+    ),
+    Guard(
+        "prefix-digests",
+        "a prefix is given only to who presents the digests of its tokens",
+        (9,),
+        "kvferry.scheduler.producer.prefix_index:PrefixIndex.leading",
+        switches.all_that_is_listed,
+        (
+            "tests/scheduler/test_prefix_index.py::test_who_lacks_what_else_determines_a_cache_finds_nothing",
+            "tests/scheduler/test_prefix_directory.py::"
+            "test_who_cannot_present_a_prefix_learns_at_once_that_there_is_none[other tokens]",
+        ),
+    ),
+    Guard(
+        "prefix-hosts",
+        "a host that a request names without an announcement is asked only if it is listed, or with a secret",
+        (9,),
+        "kvferry.connector.allowed_hosts:TrustedHosts.why_not_unannounced",
+        switches.always(None),
+        (
+            "tests/connector/test_allowed_hosts.py::"
+            "test_a_source_without_an_announcement_must_be_listed_or_share_a_secret",
+        ),
+    ),
+    Guard(
+        "prefix-wait",
+        "a request waits for a prefix no longer than computing it takes, and never long",
+        (9,),
+        "kvferry.scheduler.consumer.pull_estimate:PullEstimate.wait_s",
+        switches.always(3600.0),
+        (
+            "tests/scheduler/test_pull_estimate.py::"
+            "test_a_request_waits_no_longer_than_computing_takes_and_never_long",
+        ),
+    ),
+    Guard(
+        "prefix-given-up",
+        "when that time is over it waits no more",
+        (9,),
+        "kvferry.scheduler.consumer.prefix_searches:PrefixSearches.give_up",
+        switches.no_steps,
+        (
+            "tests/scheduler/test_prefix_searches.py::test_when_its_time_is_over_a_request_waits_no_more",
+        ),
+    ),
+    Guard(
+        "prefix-kept",
+        "a block of a prefix that was found is checked by its hash when it is kept",
+        (1,),
+        "kvferry.connector.vllm.prefix_cache:PrefixCache.keep",
+        switches.whatever_blocks_have,
+        (
+            f"{_PREFIX_LEASES}::test_a_prefix_that_is_gone_before_the_step_is_looked_up_again",
+        ),
+    ),
+    Guard(
+        "prefix-compared",
+        "a prefix is loaded only as far as its digests are those of the prompt",
+        (1,),
+        "kvferry.protocol.digests:GrowingChain.shared_tokens",
+        switches.whatever_comes,
+        (
+            "tests/engine_core/test_prefix_params.py::"
+            "test_an_answer_of_no_use_costs_a_computation[of another prompt]",
         ),
     ),
 )

@@ -19,9 +19,9 @@ class Guard:
     Attributes:
         key: its name on a command line.
         text: what it is.
-        promises: those of the eight that it keeps.
-        target: `module:qualified name` of what is replaced.
-        off: from the function to what takes its place.
+        promises: those of the nine that it keeps.
+        target: `module:qualified name` of what is replaced: a function, or a bound.
+        off: from that to what takes its place.
         tests: tests that fail without it, with all their parameters or those that stand in brackets.
     """
 
@@ -64,6 +64,11 @@ def always(value: object) -> Callable[[Function], Function]:
 def never(_: Function) -> Any:
     """In the place of a property."""
     return property(lambda _: False)
+
+
+def bound_of(value: int) -> Callable[[Any], Any]:
+    """In the place of a constant."""
+    return lambda _: value
 
 
 def by_name(_: Function) -> Function:
@@ -207,6 +212,44 @@ def whatever_comes(_: Function) -> Function:
 
 def unguarded(_: Function) -> Function:
     return lambda _listener, serve: serve()
+
+
+def prefixes_go_last(rank_of: Function) -> Function:
+    def lenient(lease: Any, clock_s: float, heartbeat_s: float) -> Any:
+        from kvferry.scheduler.producer.eviction_order import Rank
+
+        rank = rank_of(lease, clock_s, heartbeat_s)
+        return Rank.CLAIMED_PROMPT if rank is Rank.PREFIX else rank
+
+    return lenient
+
+
+def all_that_is_listed(_: Function) -> Function:
+    return lambda index, chain: list(index._chunks.values())[: len(chain) // 16]
+
+
+def whatever_blocks_have(_: Function) -> Function:
+    def trusting(cache: Any, block_ids: Any, _hashes: Any) -> bool:
+        pool = cache._bound.block_pool
+        pool.touch([pool.blocks[block] for block in block_ids])
+        return True
+
+    return trusting
+
+
+def take_all_at_once(go_on: Function) -> Function:
+    def greedy(leases: Any, taking: Any, _num_blocks: int, *, computes: bool) -> Any:
+        return go_on(leases, taking, 1 << 30, computes=computes)
+
+    return greedy
+
+
+def return_all_at_once(return_some: Function) -> Function:
+    def hasty(references: Any) -> None:
+        while references.is_returning:
+            return_some(references)
+
+    return hasty
 
 
 def count_no_recomputes(add: Function) -> Function:

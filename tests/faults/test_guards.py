@@ -14,6 +14,7 @@ from tests.draws import draws
 from tests.faults.guards import GUARDS
 from tests.faults.guards_run import BY_ASSERTION, PASSED, outcomes
 from tests.faults.switches import Guard
+from tests.promises import NUMBERS
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=[guard.key for guard in GUARDS])
@@ -40,7 +41,5 @@ def test_with_all_guards_on_they_pass_in_such_a_process(run_seed: int) -> None:
 
 
 def test_every_promise_has_a_guard() -> None:
-    assert {promise for guard in GUARDS for promise in guard.promises} == set(
-        range(1, 9)
-    )
+    assert {promise for guard in GUARDS for promise in guard.promises} == set(NUMBERS)
     assert len({guard.key for guard in GUARDS}) == len(GUARDS)

@@ -26,6 +26,7 @@ from kvferry.scheduler.producer.prefix_directory import (
 )
 
 BLOCK = 16
+LOOK_UP_PAUSES = 3
 TOKENS = list(range(4 * CHUNK_TOKENS + 10))
 
 
@@ -45,6 +46,8 @@ class CacheModel:
     def find(
         self, hashes: Sequence[bytes], num_tokens: int, pause: Callable[[], None]
     ) -> CachedPrefix | None:
+        for _ in range(LOOK_UP_PAUSES):
+            pause()
         found = []
         for block_hash in hashes[: num_tokens // BLOCK]:
             if block_hash not in self.blocks:
@@ -54,6 +57,21 @@ class CacheModel:
             return None
         ids = tuple(self.blocks[block_hash] for block_hash in found)
         return CachedPrefix(len(ids) * BLOCK, (ids,), ids, tuple(found))
+
+
+class SlowClock:
+    """`time` of a machine on which a millisecond passes between two looks at the clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.sleeps = 0
+
+    def perf_counter(self) -> float:
+        self.now_s += 1e-3
+        return self.now_s
+
+    def sleep(self, _: float) -> None:
+        self.sleeps += 1
 
 
 class Scene:
@@ -228,6 +246,20 @@ def test_a_prefix_that_is_gone_in_the_step_is_looked_up_again(scene: Scene) -> N
     assert scene.wanted() is queried
     scene.directory.changed(queried)
     assert scene.change().reason == "no_prefix", "not for ever"
+
+
+def test_the_engines_thread_gets_its_turn_while_a_long_prompt_is_listed_and_looked_up(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listener's thread gives the interpreter's lock away whenever it has had it for long."""
+    clock = SlowClock()
+    monkeypatch.setattr(prefix_directory, "time", clock)
+    scene.ask()
+    assert clock.sleeps == 4 + LOOK_UP_PAUSES + 1, "each chunk, the look-up, the query"
+    clock.sleeps = 0
+    scene.directory.changed(scene.wanted())
+    scene.directory.changes()
+    assert clock.sleeps == LOOK_UP_PAUSES + 1
 
 
 @pytest.mark.parametrize("reason", list(PrefixRefusal))
