@@ -1,4 +1,5 @@
-"""The demonstration: two engines behind vllm-router, some load with one slow request, and that request's timeline."""
+"""The demonstration: two engines behind vllm-router, some load with one slow request, and that request's timeline; then
+a prompt that is read from the cache of the engine that has its beginning."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from scripts.accuracy.processes import ServerFailed
 from scripts.accuracy.prompts import Case
 from scripts.accuracy.settings import BadSetting, Settings, read_settings
 from scripts.console import STOPPED, Progress, raise_when_stopped, shown
+from scripts.demo_prefix import OPTIONS, SecondPrompt, lines_of
 
 SLOW = "demo-slow"
 """The id of the slow request, which both engines' ids contain."""
@@ -61,6 +63,18 @@ async def load(
         ]
 
 
+async def show_prefix(source: Engine, engine: Engine, timeout_s: float) -> list[Answer]:
+    """A prompt whose beginning `source` has, at `engine`, beside one that it computes. Returns both answers."""
+    async with Client(source.spec.served_name, timeout_s) as client:
+        second = SecondPrompt(client, source, engine)
+        computed = await second.compute()
+        pulled = await second.pull()
+    print()
+    for line in lines_of(computed, pulled, source.spec.name, engine.spec.name):
+        print(line)
+    return [computed, pulled.answer]
+
+
 def demonstrate(settings: Settings, stack: ExitStack) -> bool:
     """Start, load, show; whether everything was answered and shown. Everything that it starts is in `stack`.
 
@@ -69,7 +83,11 @@ def demonstrate(settings: Settings, stack: ExitStack) -> bool:
     """
     say = Progress().say
     folder = settings.log_dir / "demo" / time.strftime("%Y%m%d-%H%M%S")
-    config = {**settings.extra_config, "trace_dir": str(folder / "traces")}
+    config = {
+        **OPTIONS,
+        **settings.extra_config,
+        "trace_dir": str(folder / "traces"),
+    }
     model = prepare(settings.models[0], settings.cache_dir, say)
     fleet = plan_fleet(replace(settings, extra_config=config), model, os.environ)
     say(
@@ -96,6 +114,9 @@ def demonstrate(settings: Settings, stack: ExitStack) -> bool:
     traces, out = shown(folder / "traces"), shown(folder / "trace.json.gz")
     good = _kvferry("trace", traces, "-o", out, "--slowest", "5") and _kvferry(
         "trace", traces, "--request", SLOW
+    )
+    answers += asyncio.run(
+        show_prefix(prefill[0], decode[0], settings.request_timeout_s)
     )
     failed = [answer.error for answer in answers if answer.error]
     if failed:

@@ -50,6 +50,25 @@ def test_the_slow_request_is_found_by_its_name_and_its_long_phase_is_reported(
         assert SLOW in trace.read().decode()
 
 
+def test_a_prompt_is_read_from_the_cache_that_has_its_beginning(
+    demo: tuple[str, Path],
+) -> None:
+    said, _ = demo
+    shown = said.partition("prefill-0 has the first 1,024 in its cache:")[2]
+    assert re.search(r"computed +first token after [\d,]+ ms$", shown, re.MULTILINE)
+    read = re.search(
+        r"^ +read +first token after [\d,]+ ms: 1,024 tokens, ([\d.]+) MB in ([\d.]+) ms, from prefill-0$",
+        shown,
+        re.MULTILINE,
+    )
+    if read is None:
+        # Three times on a machine that is too busy; any other reason is a fault.
+        assert re.search(r"not read from prefill-0 \((too_late|no_answer)\)", shown)
+        return
+    assert float(read[1]) > 1.0
+    assert float(read[2]) > 0.0
+
+
 def test_every_process_of_both_engines_has_recorded(demo: tuple[str, Path]) -> None:
     said, folder = demo
     assert re.search(r"^31 handovers of 4 processes: 31 loaded$", said, re.MULTILINE)
