@@ -29,6 +29,7 @@ COMMANDS = {
     "transfer": "python -m bench.transfer",
     "handover": "python -m bench.handover",
     "stream": "python -m bench.stream",
+    "prefix_step": "python -m bench.prefix_step",
     "prefix": "python -m bench.prefix",
     "scale": "python -m bench.scale",
     "link": "python -m bench.link",
