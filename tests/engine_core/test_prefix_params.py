@@ -128,7 +128,7 @@ def is_served(node: Node, name: str, prompt: list[int] = PROMPT) -> bool:
 # Who names a source.
 
 
-WAYS = ("llm-d", "a list", "hints", "configured")
+WAYS = ("llm-d", "a list", "hints", "a hint among the params", "configured")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -144,6 +144,7 @@ def test_a_prefix_is_read_from_the_engine_that_is_named(
     params = {
         "llm-d": named(answerer),
         "a list": {"remote_kv_source": [answerer.source]},
+        "a hint among the params": {"kv_hint": msgspec.to_builtins(hinted(answerer))},
     }.get(way)
     more = {"kv_hints": hinted(answerer)} if way == "hints" else {}
     computed = asker.decode("d", PROMPT, params, source, count=COUNT, **more)

@@ -15,6 +15,7 @@ from kvferry.protocol.prefix_sources import (
     MAX_ACTIONS,
     MAX_SOURCES,
     PrefixSource,
+    read_hint,
     read_hints,
     read_sources,
 )
@@ -144,6 +145,48 @@ def test_vllms_own_envelope_is_read() -> None:
         ],
     )
     assert read_hints(envelope.actions) == (SOURCE,)
+
+
+def hint(*actions: Any) -> dict[str, Any]:
+    """As Dynamo's worker writes it into `kv_transfer_params`."""
+    plain = [vars(one) for one in actions]
+    whole = {"protocol_version": "0.1", "message_id": "m", "actions": plain}
+    return {"kv_hint": whole}
+
+
+def test_a_hint_among_the_params_is_read_alone_and_on_a_prefill_leg() -> None:
+    alone = hint(action({}, "kv.retain"), fetch("tcp://10.1.2.3:7777"))
+    assert read_params(alone) is None
+    assert read_hint(json.loads(json.dumps(alone))) == (SOURCE,)
+    assert isinstance(read_params({"do_remote_decode": True, **alone}), RemoteDecode)
+    assert read_hint({}) == read_hint({"kv_hint": None}) == read_hint(hint()) == ()
+
+
+WRONG_HINT: dict[str, tuple[Any, str]] = {
+    "a text": ({"kv_hint": "p0:1"}, "kv_hint"),
+    "actions that are none": ({"kv_hint": {"actions": "all"}}, "kv_hint.actions"),
+    "another mode": (
+        hint(fetch("p0:1", mode="move")),
+        "kv_hint.actions[0].payload.mode",
+    ),
+    "too many actions": (
+        hint(*[action({}, "kv.x")] * (MAX_ACTIONS + 1)),
+        "kv_hint.actions",
+    ),
+}
+
+
+@pytest.mark.parametrize(("raw", "field"), WRONG_HINT.values(), ids=WRONG_HINT)
+def test_a_hint_among_the_params_is_refused_by_its_field(raw: Any, field: str) -> None:
+    with pytest.raises(InvalidParams) as refused:
+        read_hint(raw)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("none", [7, "kv.fetch", None, [], {"action_type": 7}])
+def test_what_is_no_action_is_not_read(none: Any) -> None:
+    assert read_hint({"kv_hint": {"actions": [none]}}) == ()
+    assert read_hint({"kv_hint": {"actions": [action({}, version=7).__dict__]}}) == ()
 
 
 def test_other_actions_other_versions_and_hints_without_a_source_name_none() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
 
-from kvferry.protocol.errors import MISSING, InputError, cut
+from kvferry.protocol.errors import MISSING, InputError, Shown, cut
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 # msgspec gives its reason as one text, and has no attributes for the field and the expected type.
 # Both patterns match the whole text: msgspec quotes the refused value, and a hostile value can contain text that looks
@@ -19,6 +20,8 @@ _REASON = re.compile(r"(?P<expected>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?", re.D
 _MISSING_FIELD = re.compile(r"Object missing required field `([^`]+)`")
 _UNKNOWN_VALUE = re.compile(r"\AInvalid (?:enum )?value ")
 _KEY_OF_PATH = re.compile(r"[^.\[\]]+")
+
+_OBJECTS = (dict, Mapping)  # `dict` first: a check against an abstract class is slow
 
 # What an error names where no field can be named.
 _WHOLE = "message"
@@ -41,6 +44,27 @@ def as_type(value: object, type_: type[T], error: type[InputError]) -> T:
         path = _path_of(refused.object, value) or _WHOLE
         expected = "no lone surrogates"
         raise error(path.removeprefix("."), refused.object, expected) from None
+
+
+def as_nested(value: object, type_: type[S], error: type[InputError], where: str) -> S:
+    """Convert the object at the path `where` of another one to a type of plain fields; others are not read.
+
+    A whole float is an integer: some routers decode every JSON number to float64.
+
+    Raises:
+        error: naming the path of the first field that does not fit, its value, and what was expected.
+    """
+    if not isinstance(value, _OBJECTS):
+        raise error(where, value, "an object")
+    plain = {key: value[key] for key in type_.__struct_fields__ if key in value}
+    for key, found in plain.items():
+        if isinstance(found, float) and found.is_integer():
+            plain[key] = int(found)
+    try:
+        return as_type(plain, type_, error)
+    except error as invalid:
+        shown = Shown(invalid.shown_value)
+        raise error(f"{where}.{invalid.field}", shown, invalid.expected) from None
 
 
 def decode(

@@ -1,16 +1,18 @@
 """Engines that a request names because they may have the first part of its prompt: where a prefix is asked for.
 
-Routers that follow the KV events of a fleet know which engine has what, and name it in one of two ways. Neither has
+Routers that follow the KV events of a fleet know which engine has what, and name it in one of these ways. None has
 anything of kvferry's in it, so a source is an address and no more, and it is asked only where the operator has allowed
-its host (`allowed_hosts`, `prefix_sources`, a secret): clients can write both.
+its host (`allowed_hosts`, `prefix_sources`, a secret): clients can write most of them.
 
     kv_transfer_params.remote_kv_source = {kv_request_id, remote_host, remote_port}
         llm-d's sidecar, for the header `x-kv-cache-source-host-port`; alone, or on a prefill leg beside its
         `do_remote_decode`. Its `kv_request_id` has a meaning for vLLM's own P2P tier only.
     kv_hints.actions[…] = {action_type: "kv.fetch", action_version: "1.0",
                            payload: {source_control_endpoint, block_hashes, mode}}
-        Dynamo's router, by its worker. The hashes are those of its engines, which have no meaning here: whether the
-        source has this prompt is decided by its digests (`kvferry.protocol.prefix_queries`).
+        Dynamo's router, by a worker that hands them to vLLM as such. The hashes are those of its engines, which have no
+        meaning here: whether the source has this prompt is decided by its digests (`kvferry.protocol.prefix_queries`).
+    kv_transfer_params.kv_hint = {protocol_version, message_id, actions: as above}
+        Dynamo's worker before vLLM had hints.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.protocol.convert import as_type
-from kvferry.protocol.errors import InvalidParams, Shown
+from kvferry.protocol.convert import as_nested
+from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.hosts import address_of
 from kvferry.protocol.ids import Port, Text
 from kvferry.protocol.params import MAX_KEYS
@@ -32,6 +34,7 @@ MAX_ACTIONS = 64
 """Most actions of a request's hints; they may be of other kinds, and of these several may be `kv.fetch`."""
 
 SOURCE_KEY = "remote_kv_source"
+HINT_KEY = "kv_hint"
 FETCH = "kv.fetch"
 
 _FETCH_MAJOR = "1"
@@ -77,12 +80,28 @@ def read_sources(raw: Mapping[str, Any]) -> tuple[PrefixSource, ...]:
     )
 
 
-def read_hints(actions: Iterable[object]) -> tuple[PrefixSource, ...]:
+def read_hint(raw: Mapping[str, Any]) -> tuple[PrefixSource, ...]:
+    """The sources in the hint that `kv_transfer_params` carry; none without one. See `read_hints`."""
+    hint = raw.get(HINT_KEY)
+    if not hint:
+        return ()
+    if not isinstance(hint, _OBJECTS):
+        raise InvalidParams(HINT_KEY, hint, "an object")
+    actions = hint.get("actions") or ()
+    if not isinstance(actions, _LISTS):
+        raise InvalidParams(f"{HINT_KEY}.actions", actions, "a list of actions")
+    return read_hints(actions, HINT_KEY)
+
+
+def read_hints(
+    actions: Iterable[object], where: str = "kv_hints"
+) -> tuple[PrefixSource, ...]:
     """The sources in a request's hints: of all actions `kv.fetch` of version 1 that name one and want a copy.
 
     Args:
-        actions: each has `action_type`, `action_version` and `payload`, as attributes; those of other types and of
-            other versions are not read.
+        actions: each has `action_type`, `action_version` and `payload`, as attributes or keys; those of other types
+            and of other versions are not read.
+        where: the hints, in errors.
 
     Returns:
         At most `MAX_SOURCES`, in the order of the actions.
@@ -90,27 +109,31 @@ def read_hints(actions: Iterable[object]) -> tuple[PrefixSource, ...]:
     Raises:
         InvalidParams: there are more than `MAX_ACTIONS`, or one is not usable; the error names the field.
     """
-    sources = tuple(_hinted(actions))
+    sources = tuple(_hinted(actions, f"{where}.actions"))
     if len(sources) > MAX_SOURCES:
         raise InvalidParams(
-            "kv_hints.actions", f"{len(sources)} sources", f"at most {MAX_SOURCES}"
+            f"{where}.actions", f"{len(sources)} sources", f"at most {MAX_SOURCES}"
         )
     return sources
 
 
-def _hinted(actions: Iterable[object]) -> Iterator[PrefixSource]:
+def _field(action: object, name: str) -> object:
+    if isinstance(action, _OBJECTS):
+        return action.get(name)
+    return getattr(action, name, None)
+
+
+def _hinted(actions: Iterable[object], all_actions: str) -> Iterator[PrefixSource]:
     for index, action in enumerate(actions):
         if index >= MAX_ACTIONS:
-            raise InvalidParams(
-                "kv_hints.actions", "more actions", f"at most {MAX_ACTIONS}"
-            )
-        if getattr(action, "action_type", None) != FETCH:
+            raise InvalidParams(all_actions, "more actions", f"at most {MAX_ACTIONS}")
+        if _field(action, "action_type") != FETCH:
             continue
-        version = str(getattr(action, "action_version", ""))
-        if version.partition(".")[0] != _FETCH_MAJOR:
+        version = _field(action, "action_version")
+        if not isinstance(version, str) or version.split(".")[0] != _FETCH_MAJOR:
             continue
-        where = f"kv_hints.actions[{index}].payload"
-        payload = getattr(action, "payload", None)
+        where = f"{all_actions}[{index}].payload"
+        payload = _field(action, "payload")
         if not isinstance(payload, _OBJECTS):
             raise InvalidParams(where, payload, "an object")
         mode = payload.get("mode") or _COPY
@@ -134,19 +157,6 @@ def _of_endpoint(endpoint: object, where: str) -> PrefixSource:
 
 
 def _source(named: object, where: str) -> PrefixSource:
-    if not isinstance(named, _OBJECTS):
-        raise InvalidParams(where, named, "an object")
-    if len(named) > MAX_KEYS:
+    if isinstance(named, _OBJECTS) and len(named) > MAX_KEYS:
         raise InvalidParams(where, f"{len(named)} keys", f"at most {MAX_KEYS} keys")
-    fields = PrefixSource.__struct_fields__
-    plain = {key: named[key] for key in fields if key in named}
-    port = plain.get("remote_port")
-    if isinstance(port, float) and port.is_integer():
-        # As in all params: some routers decode every JSON number to float64.
-        plain["remote_port"] = int(port)
-    try:
-        return as_type(plain, PrefixSource, InvalidParams)
-    except InvalidParams as invalid:
-        raise InvalidParams(
-            f"{where}.{invalid.field}", Shown(invalid.shown_value), invalid.expected
-        ) from None
+    return as_nested(named, PrefixSource, InvalidParams, where)

@@ -31,6 +31,7 @@ from kvferry.protocol.prefix_queries import MAX_CHAIN_DIGESTS
 from kvferry.protocol.prefix_sources import (
     MAX_SOURCES,
     PrefixSource,
+    read_hint,
     read_hints,
     read_sources,
 )
@@ -137,7 +138,7 @@ class PrefixIntake:
         params = request.kv_transfer_params
         named: tuple[PrefixSource, ...] = ()
         if isinstance(params, Mapping):
-            named = read_sources(params)
+            named = read_sources(params) + read_hint(params)
         named += read_hints(hint_actions(request))
         if not named:
             return self._configured
