@@ -217,6 +217,7 @@ LAUNCHES = (
     *kubernetes(),
     *launches_of(built_llm_d(), "llm-d"),
     *launches_of(built_llm_d("prefixes"), "llm-d prefixes"),
+    *launches_of(built_llm_d("both-legs"), "llm-d both-legs"),
     *systemd(),
 )
 """All but Slurm's, which a test sees when it runs the script."""

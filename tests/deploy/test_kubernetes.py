@@ -38,6 +38,7 @@ BUILT = {
     **{overlay: built(KUBERNETES / "overlays" / overlay) for overlay in OVERLAYS},
     "llm-d": built_llm_d(),
     "llm-d prefixes": built_llm_d("prefixes"),
+    "llm-d both-legs": built_llm_d("both-legs"),
 }
 EVERY = [
     (overlay, manifest) for overlay, objects in BUILT.items() for manifest in objects
@@ -196,10 +197,12 @@ def test_kvferry_accepts_the_secret_as_it_is_mounted(
     assert len(read_secrets(str(file))) == 1
 
 
-def test_the_proxy_names_sources_by_the_port_of_their_side_channels() -> None:
-    """llm-d's proxy takes the host from the router's header, and the port from its own option."""
+def llm_ds_proxy(component: str) -> tuple[str, list[str]]:
+    """The port of both engines' side channels, and the options of the proxy beside the decode engine."""
     engines = {
-        name: pod for name, pod in ENGINES.items() if name.startswith("llm-d prefixes")
+        name: pod
+        for name, pod in ENGINES.items()
+        if name.startswith(f"llm-d {component}")
     }
     ports = set()
     options: list[str] = []
@@ -214,8 +217,20 @@ def test_the_proxy_names_sources_by_the_port_of_their_side_channels() -> None:
             options += proxy["args"]
     assert len(engines) == 2
     (port,) = ports
+    return port, options
+
+
+def test_the_proxy_names_sources_by_the_port_of_their_side_channels() -> None:
+    """llm-d's proxy takes the host from the router's header, and the port from its own option."""
+    port, options = llm_ds_proxy("prefixes")
     assert "--kv-connector=nixlv2" in options, "the only one with --enable-p2p-pull"
     assert options[-2:] == ["--enable-p2p-pull", f"--p2p-connector-port={port}"]
+
+
+def test_the_proxy_of_both_legs_names_producers_by_that_port_too() -> None:
+    port, options = llm_ds_proxy("both-legs")
+    assert options[-2:] == ["--kv-connector=offloading", f"--p2p-connector-port={port}"]
+    assert "--enable-p2p-pull" not in options, "it does not start with both"
 
 
 def allowed(policy: dict[str, Any], peer: dict[str, str], port: int) -> bool:

@@ -79,6 +79,64 @@ def test_the_prompt_is_loaded_whichever_leg_comes_first(
     assert producer.engine.answers[prefill].params is not None
 
 
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_the_legs_of_llm_ds_sidecar_are_joined_by_their_id(
+    make: Any, first: str
+) -> None:
+    """As it writes them with `--kv-connector=offloading`: their request ids need not be alike."""
+    allowed = {"extra": {"allowed_hosts": ["127.0.0.1"]}}
+    config: dict[str, Any] = {"max_step_tokens": 64}
+    producer = make("kv_producer", **config)
+    consumer = make("kv_consumer", **allowed, **config)
+    joined = {"kv_request_id": "2f0c6f7e-6a4e-4a55"}
+    at = {"remote_host": "127.0.0.1", "remote_port": producer.port}
+
+    def send(leg: str) -> None:
+        if leg == "prefill":
+            params: dict[str, Any] = {"remote_decoder": joined}
+            producer.engine.add("cmpl-a-0-0123abcd", PROMPT, params, max_tokens=1)
+        else:
+            params = {"remote_prefiller": {**joined, **at}}
+            consumer.engine.add("cmpl-b-0-89efcdab", PROMPT, params, max_tokens=COUNT)
+
+    legs = ["prefill", "decode"]
+    send(first)
+    for _ in range(2):
+        consumer.step()
+    legs.remove(first)
+    send(legs[0])
+    until(
+        (producer, consumer),
+        lambda: (
+            "cmpl-b-0-89efcdab" in consumer.engine.answers
+            and consumer.engine.answers["cmpl-b-0-89efcdab"].finish_reason is not None
+        ),
+    )
+    check(consumer, "cmpl-b-0-89efcdab")
+    assert consumer.engine.counted("loads") == 1
+    assert consumer.engine.counted("local_recomputes") == 0
+    until(
+        (producer, consumer),
+        lambda: producer.engine.is_whole and consumer.engine.is_whole,
+    )
+
+
+def test_a_leg_that_announces_no_engine_of_kvferrys_asks_listed_hosts_only(
+    make: Any,
+) -> None:
+    """Any client can write it, and another program may listen at that port of this host."""
+    producer, consumer = make("kv_producer"), make("kv_consumer")
+    at = {"remote_host": "127.0.0.1", "remote_port": producer.port}
+    params = {"remote_prefiller": {"kv_request_id": "x", **at}}
+    assert consumer.decode("d", PROMPT, params, producer, count=COUNT) == len(PROMPT)
+    assert consumer.engine.counted("local_recomputes", "host_not_allowed") == 1
+    itself = make("kv_both", extra={"allowed_hosts": ["127.0.0.1"]})
+    at["remote_port"] = itself.port
+    params = {"remote_prefiller": {"kv_request_id": "x", **at}}
+    assert itself.decode("d", PROMPT, params, count=COUNT) == len(PROMPT)
+    assert itself.engine.counted("local_recomputes", "local_engine") == 1
+
+
 def test_a_request_waits_as_long_as_its_producer_has_it_in_its_queue(make: Any) -> None:
     producer, consumer = make("kv_producer"), make("kv_consumer")
     prefill, decode = ids("x")

@@ -187,24 +187,28 @@ class NamedPrefill(msgspec.Struct, frozen=True, kw_only=True):
     The router names the producer and has no ticket: the consumer queries the producer for it.
 
     Attributes:
-        remote_engine_id: the producer, with its boot (`announced_id`).
+        remote_engine_id: the producer, with its boot (`announced_id`); None of a router that has no ticket of it.
         remote_host, remote_port: its side channel.
         remote_request_id: a part of the id of both legs, if the router sends it.
         transfer_id: the same on both legs, where routers send one.
     """
 
-    remote_engine_id: Text
     remote_host: Text
     remote_port: Port
+    remote_engine_id: Text | None = None
     remote_request_id: Text | None = None
     transfer_id: Text | None = None
 
     @property
-    def engine_id(self) -> str:
-        """The producer."""
+    def engine_id(self) -> str | None:
+        """The producer; None if it is not named."""
+        if self.remote_engine_id is None:
+            return None
         return engine_of(self.remote_engine_id)
 
     @property
     def boot(self) -> str | None:
-        """The producer's boot; None if its engine id does not announce one."""
+        """The producer's boot; None if it is not named, or its engine id does not announce one."""
+        if self.remote_engine_id is None:
+            return None
         return boot_of(self.remote_engine_id)

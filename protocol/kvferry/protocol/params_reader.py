@@ -10,7 +10,9 @@ sequences of another type.
       ├─ do_remote_decode                            RemoteDecode   prefill here, for another engine
       ├─ do_remote_prefill, no ticket, but a boot    NamedPrefill   query the producer for the ticket
       ├─ do_remote_prefill, with a ticket            RemotePrefill  load
-      └─ neither flag                                None
+      ├─ remote_decoder                              RemoteDecode   as llm-d's sidecar writes it, both legs at once
+      ├─ remote_prefiller                            NamedPrefill   of another engine than its flags say
+      └─ none of these                               None
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from typing import Any
 
 import msgspec
 
-from kvferry.protocol.convert import as_type, decode
+from kvferry.protocol.convert import as_nested, as_type, decode
 from kvferry.protocol.digests import CHUNK_TOKENS
 from kvferry.protocol.errors import MISSING, ForeignParams, InvalidParams
+from kvferry.protocol.ids import Port, Text
 from kvferry.protocol.params import (
     MAX_BLOCKS,
     MAX_GROUPS,
@@ -46,6 +49,9 @@ _MAX_TRANSFER_ID = 512
 _LARGEST_FLOAT_INTEGER = 2**53
 """Above it float64 skips integers, so a float cannot be read as an integer any more."""
 
+_DECODER = "remote_decoder"
+_PREFILLER = "remote_prefiller"
+
 _OBJECTS = (dict, Mapping)  # `dict` first: a check against an abstract class is slow
 _LISTS = (list, tuple)
 
@@ -62,6 +68,17 @@ _TRANSFER_KEYS = frozenset(
         "remote_blocks_expiry_time",
     )
 )
+
+
+class _DecoderRole(msgspec.Struct, frozen=True):
+    kv_request_id: Text
+
+
+class _PrefillerRole(msgspec.Struct, frozen=True):
+    kv_request_id: Text
+    remote_host: Text
+    remote_port: Port
+
 
 _answer_decoder: msgspec.msgpack.Decoder[RemotePrefill] = msgspec.msgpack.Decoder(
     RemotePrefill
@@ -101,7 +118,7 @@ def read_params(
     if wants_decode:
         return RemoteDecode()
     if not wants_prefill:
-        return None
+        return _read_role(raw)
     if _names_producer_only(raw):
         return _read_named_prefill(raw)
     return _read_remote_prefill(raw, prompt_tokens)
@@ -165,10 +182,14 @@ def without_transfer(raw: object) -> dict[str, Any] | None:
 
 
 def read_transfer_id(raw: object) -> str | None:
-    """The `transfer_id` in params that `read_params` has read; None without a usable one."""
+    """What both legs of a request have in common: the `transfer_id` in params that `read_params` has read, or llm-d's
+    `kv_request_id`; None without a usable one."""
     if not isinstance(raw, Mapping):
         return None
     transfer_id = raw.get("transfer_id")
+    decoder = raw.get(_DECODER)
+    if transfer_id is None and isinstance(decoder, _OBJECTS):
+        transfer_id = decoder.get("kv_request_id")
     if isinstance(transfer_id, str) and 0 < len(transfer_id) <= _MAX_TRANSFER_ID:
         return transfer_id
     return None
@@ -196,6 +217,30 @@ def _names_producer_only(raw: Mapping[str, Any]) -> bool:
 
 def _read_named_prefill(raw: Mapping[str, Any]) -> NamedPrefill:
     return as_type(_plain_fields(raw, _NAMED_FIELDS), NamedPrefill, InvalidParams)
+
+
+def _read_role(raw: Mapping[str, Any]) -> NamedPrefill | RemoteDecode | None:
+    """A leg that names the other one's engine by its role; None if it names none. llm-d's sidecar writes it with
+    `--kv-connector=offloading`, and sends both legs at once.
+
+    Raises:
+        InvalidParams: it is not usable; the error names the field.
+    """
+    decoder = raw.get(_DECODER)
+    prefiller = raw.get(_PREFILLER)
+    if decoder is None and prefiller is None:
+        return None
+    if prefiller is None:
+        as_nested(decoder, _DecoderRole, InvalidParams, _DECODER)
+        return RemoteDecode()
+    if decoder is not None:
+        raise InvalidParams(_PREFILLER, prefiller, f"null, since {_DECODER} is set")
+    role = as_nested(prefiller, _PrefillerRole, InvalidParams, _PREFILLER)
+    return NamedPrefill(
+        remote_host=role.remote_host,
+        remote_port=role.remote_port,
+        transfer_id=role.kv_request_id,
+    )
 
 
 def _read_remote_prefill(

@@ -191,7 +191,9 @@ class LocalEngine:
         # Only the boot tells engines apart: ids are configured, and several engines may have the same one. In an
         # earlier life this engine had another boot, but the same id and address.
         is_here = source.remote_host == self.host and source.remote_port == self.port
-        return is_here and self.is_read_from and source.engine_id == self.engine_id
+        # llm-d's sidecar names an address and no engine.
+        is_its_id = source.engine_id in (None, self.engine_id)
+        return is_here and self.is_read_from and is_its_id
 
     @property
     def is_read_from(self) -> bool:

@@ -1,9 +1,10 @@
 """Request intake: checks the params of a new request and decides how it is served.
 
-    do_remote_decode                a prefill for another engine: it is to have a lease; a turn's source may be named,
-                                    or one of its prefix, see `prefix_intake.py`
+    do_remote_decode, or            a prefill for another engine: it is to have a lease; a turn's source may be named,
+      remote_decoder                or one of its prefix, see `prefix_intake.py`
     do_remote_prefill with blocks   a remote prompt: compared by digests, and offered to the consumer's ledger
-    do_remote_prefill without       a named prompt: its producer is asked for the ticket, see `answered`
+    do_remote_prefill without, or   a named prompt: its producer is asked for the ticket, see `answered`
+      remote_prefiller
     none                            computed here; its prefix may be read from elsewhere
     foreign ones                    served without a transfer
 
@@ -287,7 +288,7 @@ class RequestIntake:
         """The router names a decoder that holds the last turn, which this prefill may load."""
         if self._local.is_named_by(turn):
             self._keep_own(entry, turn)
-        elif not self._may_connect(entry.request, turn.remote_host):
+        elif not self._may_connect(entry.request, turn):
             return
         elif self._local.takes_turns:
             self._accept_remote_prompt(entry, turn, PromptKind.TURN)
@@ -372,7 +373,7 @@ class RequestIntake:
                 request, "local_engine", "the params name this engine itself"
             )
             return None
-        if not self._may_connect(request, source.remote_host):
+        if not self._may_connect(request, source):
             return None
         prompt = prompt_of(request, num_tokens, self._local)
         if prompt is None:
@@ -380,9 +381,14 @@ class RequestIntake:
             self._compute_here(request, "prompt_embeds", detail)
         return prompt
 
-    def _may_connect(self, request: Request, host: str) -> bool:
+    def _may_connect(
+        self, request: Request, source: NamedPrefill | RemotePrefill
+    ) -> bool:
         """True if the host in the params is allowed. If not, nothing is sent to it: not even a query."""
-        why_not = self._trusted.why_not(host)
+        if source.remote_engine_id is None:
+            why_not = self._trusted.why_not_unannounced(source.remote_host)
+        else:
+            why_not = self._trusted.why_not(source.remote_host)
         if why_not is None:
             return True
         self._compute_here(request, "host_not_allowed", why_not)
