@@ -26,6 +26,7 @@ from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine
 from tests.harness.fault_fabric import FaultFabric
 from tests.harness.integrity import check_worker
+from tests.harness.ledgers import check_ledgers
 from tests.harness.prefills import Prefill
 from tests.harness.sleeping_memory import SleepingMemory
 from tests.rig.engine import SETTINGS as RIG_SETTINGS
@@ -241,8 +242,7 @@ class ToyPair:
             time.sleep(0.0002)
         self.seen.left["leases"] += len(self.producer.leases)
         for engine in (self.producer, self.consumer):
-            engine.leases.check_integrity()
-            engine.loads.check_integrity()
+            check_ledgers(engine.leases, engine.loads)
             check_worker(engine.worker)
             engine.unused = list(range(1, SHAPE.blocks))
             engine.seen.sent.clear()

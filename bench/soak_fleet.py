@@ -23,6 +23,7 @@ from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from tests.geometry.caches import Side
 from tests.geometry.handmade import attention, side
 from tests.harness.integrity import check_worker
+from tests.harness.ledgers import check_ledgers
 
 MODEL = attention(layers=4, heads=4, size=8)
 MOST_AT_ONCE = 48
@@ -290,8 +291,7 @@ class Fleet:
 
     def _check_integrity(self, engine: SoakEngine, *, idle: bool = False) -> None:
         try:
-            engine.leases.check_integrity()
-            engine.loads.check_integrity()
+            check_ledgers(engine.leases, engine.loads)
             for worker in engine.workers:
                 check_worker(worker, idle=idle)
         except KvferryError as wrong:

@@ -19,6 +19,7 @@ from tests.harness.cache_engine import FACTS, SETTINGS
 from tests.harness.exported import slots_of
 from tests.harness.fault_fabric import FaultFabric
 from tests.harness.inside import thread_of
+from tests.harness.ledgers import check_ledgers
 from tests.ports import free_port
 from tests.waiting import step_until
 
@@ -87,8 +88,7 @@ def pair() -> Iterator[StandalonePair]:
     made = StandalonePair()
     yield made
     for engine in (made.producer, made.consumer):
-        engine.loads.check_integrity()
-        engine.leases.check_integrity()
+        check_ledgers(engine.leases, engine.loads)
         engine.close()
 
 

@@ -102,7 +102,7 @@ def published(step: Scheduled) -> list[tuple[int, tuple[int, ...], int]]:
 
 
 def free_rows(node: Node) -> int:
-    return int(node.engine.connector.scheduler_side.leases.streams.free_rows)
+    return len(node.engine.connector.scheduler_side.leases.streams.free_rows)
 
 
 def is_over(node: Node) -> bool:

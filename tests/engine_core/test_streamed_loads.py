@@ -49,7 +49,7 @@ def is_over(producer: Node, consumer: Node) -> bool:
         producer.engine.is_whole
         and consumer.engine.is_whole
         and settled(consumer)
-        and producer.engine.connector.scheduler_side.leases.streams.free_rows == 64
+        and len(producer.engine.connector.scheduler_side.leases.streams.free_rows) == 64
     )
 
 

@@ -240,7 +240,7 @@ def test_a_state_whose_request_is_preempted_after_its_last_step_begins_anew(
 def test_with_all_rows_used_a_prompt_is_read_when_it_is_complete(make: Any) -> None:
     producer = asked_for(make)
     streams = producer.engine.connector.scheduler_side.leases.streams
-    others = [ProducerLease(f"other-{row}") for row in range(streams.free_rows)]
+    others = [ProducerLease(f"other-{row}") for row in range(len(streams.free_rows))]
     for other in others:
         assert streams.begin(other) is not None
     assert not any(

@@ -17,6 +17,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from tests.harness.engine import SHAPE, Engine, OrderedLoad
 from tests.harness.fault_fabric import Point
+from tests.harness.ledgers import check_loads
 from tests.harness.rig import BOUND_S, HASTY, Rig, rig_of
 from tests.promises import promise
 from tests.waiting import wait_until
@@ -35,7 +36,7 @@ def abort(consumer: Engine, load: OrderedLoad) -> None:
     """The request is aborted; no worker has reported its load."""
     consumer.loads.finished(load.request_id)
     assert consumer.loads.state(load.request_id) is RemotePromptState.ABORTED
-    consumer.loads.check_integrity()
+    check_loads(consumer.loads)
     assert load.request_id not in (*consumer.seen.loaded, *consumer.seen.failed)
 
 

@@ -25,6 +25,7 @@ from tests.harness.cache_engine import wait_until_idle
 from tests.harness.fault_fabric import Point
 from tests.harness.handover import load
 from tests.harness.inside import thread_of
+from tests.harness.ledgers import check_ledgers
 from tests.promises import promise
 from tests.rig.engine import SETTINGS, RigEngine
 from tests.waiting import step_until
@@ -69,8 +70,7 @@ class RankEngine(RigEngine):
 
     def check_idle(self) -> None:
         """Nothing is in hand and everything adds up, on every rank."""
-        self.leases.check_integrity()
-        self.loads.check_integrity()
+        check_ledgers(self.leases, self.loads)
         for worker in self.workers:
             wait_until_idle(worker)
 

@@ -37,6 +37,7 @@ from tests.harness.engine import Engine, OrderedLoad
 from tests.harness.exported import slots_of
 from tests.harness.fault_fabric import Point, Stops
 from tests.harness.integrity import check_every_turn, check_worker, snapshot_of
+from tests.harness.ledgers import check_leases, check_loads
 
 SOCKETS_S = 0.3
 """How long these engines keep unused sockets; outside of drills it is a minute."""
@@ -236,8 +237,8 @@ class Server:
         yield from self._seen_broken
         idle = not len(engine.leases) and not self._ordered
         checks: list[Callable[[], None]] = [
-            engine.leases.check_integrity,
-            engine.loads.check_integrity,
+            lambda: check_leases(engine.leases),
+            lambda: check_loads(engine.loads),
             lambda: self._check_worker(idle=idle),
         ]
         for check in checks:

@@ -11,6 +11,7 @@ from kvferry.scheduler.producer.block_references import Reservation
 from kvferry.worker.loads.record import LoadRecord
 from tests.geometry.requests import Request
 from tests.harness.cache_engine import CacheEngine
+from tests.harness.ledgers import check_ledgers
 from tests.waiting import step_until
 
 TIMEOUT_S = 150.0
@@ -115,8 +116,7 @@ def hand_over(
         for _ in range(3):
             engine.step()
         assert not +engine.seen.counts, f"{engine.name}: {+engine.seen.counts}"
-        engine.leases.check_integrity()
-        engine.loads.check_integrity()
+        check_ledgers(engine.leases, engine.loads)
     assert not len(producer.leases)
     assert all(map(torch.equal, held, contents(producer))), (
         "the producer's memory has changed"

@@ -25,6 +25,7 @@ from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine, OrderedLoad
 from tests.harness.integrity import check_worker, snapshot_of
+from tests.harness.ledgers import check_ledgers
 from tests.waiting import step_until, wait_until
 
 BOUND_S = 10.0
@@ -196,8 +197,7 @@ def until_adds_up(engine: Engine) -> None:
     Raises:
         LocalProtocolError: it still does not when the time is over.
     """
-    engine.leases.check_integrity()
-    engine.loads.check_integrity()
+    check_ledgers(engine.leases, engine.loads)
     deadline_s = time.monotonic() + BOUND_S
     while True:
         try:

@@ -24,6 +24,7 @@ from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import PromptKind
 from kvferry.scheduler.counters import Counters
 from tests.draws import draws
+from tests.harness.ledgers import check_loads
 from tests.protocol.samples import make_ticket, params_of_length
 
 
@@ -251,7 +252,7 @@ class ConsumerHistories(RuleBasedStateMachine):
 
     @invariant()
     def ledger_agrees(self) -> None:
-        self.ledger.check_integrity()
+        check_loads(self.ledger)
         assert len(self.ledger) == len(self.model)
         for name, one in self.model.items():
             state = self.ledger.state(name)
@@ -265,7 +266,7 @@ class ConsumerHistories(RuleBasedStateMachine):
                 self.ledger.finished(name)
             if one.state in ("loading", "aborted"):
                 self.ledger.loaded(name)
-        self.ledger.check_integrity()
+        check_loads(self.ledger)
         assert len(self.ledger) == 0
         self.ever += [
             (type(command), command.lease.key)

@@ -22,6 +22,7 @@ from kvferry.scheduler.producer.eviction_order import (
 )
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from tests.harness.ledgers import check_leases, check_references
 
 BLOCKS = 12
 
@@ -147,7 +148,7 @@ def test_eviction_ends_as_many_leases_as_needed_and_none_that_frees_nothing(
     assert references.num_leased() == pool.leased()
     assert references.num_coming() == pool.free() - demand.free
     assert len(references.held) == len(names) - len(ended)
-    references.check_integrity()
+    check_references(references)
     for lease in made.values():
         references.free(lease)
     assert (len(references), references.num_coming(), references.num_requests) == (
@@ -168,12 +169,12 @@ def test_a_kept_block_without_references_in_the_pool_is_reported_with_both_count
     ]
     for lease in leases[:2]:
         references.keep(lease)
-    references.check_integrity()
+    check_references(references)
     references.keep(leases[2])
     with pytest.raises(
         LocalProtocolError, match="block 3: 1 leases keep it, the pool counts 0"
     ):
-        references.check_integrity()
+        check_references(references)
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -185,13 +186,13 @@ def test_counts_that_differ_from_the_blocks_of_the_leases_are_reported(
     references.keep(lease)
     if ends:
         references.end(lease)
-    references.check_integrity()
+    check_references(references)
     lease.block_ids = changed
     with pytest.raises(
         LocalProtocolError,
         match=r"block references: \d held \+ \d ending, \d \+ \d by lease",
     ):
-        references.check_integrity()
+        check_references(references)
 
 
 LEASE_S = 60.0
@@ -248,6 +249,6 @@ def test_the_longest_held_goes_first_and_one_that_is_read_goes_last() -> None:
     ]
     for _, lease in candidates(ledger)[:2]:
         ledger.end(lease, "evicted")
-    ledger.check_integrity()
+    check_leases(ledger)
     assert [lease.request_id for _, lease in candidates(ledger)] == ["p3", "p1"]
     assert {end.request_id for end in ledger.take_orders(40.0).ends} == {"t1", "p2"}

@@ -23,6 +23,7 @@ from kvferry.worker.leases import LeaseTable
 from tests.draws import draws
 from tests.fakes.device_mark import FakeMark
 from tests.harness.integrity import table_errors
+from tests.harness.ledgers import check_leases
 from tests.protocol.samples import BOOT
 
 SLOTS = 3
@@ -329,7 +330,7 @@ class ProducerHistories(RuleBasedStateMachine):
 
     @invariant()
     def ledger_agrees(self) -> None:
-        self.ledger.check_integrity()
+        check_leases(self.ledger)
         assert len(self.ledger) == self.leased
         for name, lease in self.model.items():
             state = self.ledger.state(name)

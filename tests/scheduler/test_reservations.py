@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvferry.scheduler.producer import block_references
 from kvferry.scheduler.producer.block_references import BlockReferences, Reservation
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
+from tests.harness.ledgers import check_references
 
 BLOCKS = st.lists(st.integers(0, 9), unique=True, max_size=6)
 
@@ -66,27 +67,27 @@ def test_all_that_is_taken_for_prefixes_is_given_back_in_parts(
             reserve(references, pool, reservation, first)
             rest = [block for block in more if block not in first]
             reserve(references, pool, reservation, rest)
-            references.check_integrity()
+            check_references(references)
             if how == "cancel":
                 references.cancel(reservation)
-                references.check_integrity()
+                check_references(references)
                 continue
             lease = ProducerLease(f"p{index}", LeaseUse.PREFIX)
             references.take_over(lease, reservation)
             assert lease.block_ids == (*first, *rest)
-            references.check_integrity()
+            check_references(references)
             if how == "keep":
                 kept.append(lease)
                 continue
             if how == "end":
                 references.end(lease)
             references.free(lease)
-            references.check_integrity()
+            check_references(references)
         while references.is_returning:
             before = len(pool.given_back)
             references.return_some()
             assert len(pool.given_back) - before <= at_once
-            references.check_integrity()
+            check_references(references)
     expected = Counter(block for lease in kept for block in lease.block_ids)
     assert +pool.references == expected
     assert references.num_requests == len(kept)

@@ -6,6 +6,7 @@ from kvferry.connector.scheduler_side.side import SchedulerSide
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from kvferry.scheduler.producer.lease import LeaseState
+from tests.harness.ledgers import check_ledgers
 
 
 def check_scheduler_side(side: SchedulerSide) -> None:
@@ -14,8 +15,7 @@ def check_scheduler_side(side: SchedulerSide) -> None:
     Raises:
         LocalProtocolError: with the counts that disagree.
     """
-    side.leases.check_integrity()
-    side.loads.check_integrity()
+    check_ledgers(side.leases, side.loads)
     unfinished = {entry.request_id for entry in side.requests}
     running = side.leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING)
     leased = {lease.request_id for lease in running}

@@ -26,6 +26,7 @@ from tests.harness.caches import CacheShape
 from tests.harness.engine import POISON, Engine, OrderedLoad
 from tests.harness.inside import thread_of
 from tests.harness.integrity import snapshot_of
+from tests.harness.ledgers import check_loads
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 from tests.worker.engines.streams import STREAMS, ServedStream
@@ -55,7 +56,7 @@ def abort(rig: Rig, consumer: Engine, *loads: OrderedLoad) -> None:
         )
         assert consumer.seen.failed[load.request_id] is FailureReason.ABORTED
     assert not consumer.seen.counts["quarantined_loads"]
-    consumer.loads.check_integrity()
+    check_loads(consumer.loads)
 
 
 def free(consumer: Engine, *loads: OrderedLoad) -> None:

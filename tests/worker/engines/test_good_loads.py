@@ -14,6 +14,7 @@ from tests.fakes.device_mark import FakeClock
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Offer
+from tests.harness.ledgers import check_leases
 from tests.harness.rig import Rig
 from tests.waiting import wait_until
 
@@ -49,7 +50,7 @@ def test_a_load_brings_every_byte_and_both_sides_are_notified_once(
     assert producer.seen.sent == [offer.request_id]
     assert consumer.seen.loaded == [load.request_id]
     wait_until(lambda: consumer.fabric.transfers() == 0, "its message is flushed")
-    producer.leases.check_integrity()
+    check_leases(producer.leases)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

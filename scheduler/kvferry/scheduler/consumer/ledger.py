@@ -21,7 +21,6 @@ from kvferry.scheduler.consumer.prewarm_queue import PrewarmQueue
 from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
 from kvferry.scheduler.consumer.remote_prompt import (
     CLAIMING,
-    IN_FLIGHT,
     MAX_ENDED_LEASES,
     REMOTE_PROMPT_TRANSITIONS,
     EndedLeases,
@@ -312,28 +311,9 @@ class ConsumerLedger:
         self._commands.clear()
         return commands
 
-    def check_integrity(self) -> None:
-        """Check that claims, counts and requests agree.
-
-        Raises:
-            LocalProtocolError: with the sums.
-        """
-        claiming = {
-            prompt.lease.key for prompt in self._prompts() if prompt.state in CLAIMING
-        }
-        in_flight = len(self.requests(*IN_FLIGHT))
-        loading = len(self.requests(RemotePromptState.LOADING))
-        is_sound = (
-            claiming == self._claims
-            and in_flight == self.in_flight
-            and loading == self.loading
-        )
-        if not is_sound:
-            raise LocalProtocolError(
-                f"loads: {len(self._claims)} claims, {self.in_flight} in flight, {self.loading} of them loading; "
-                f"{len(claiming)}, {in_flight} and {loading} by request"
-            )
-        self.quarantine.check_integrity()
+    def snapshot(self) -> frozenset[LeaseKey]:
+        """The leases that no other request may claim now."""
+        return frozenset(self._claims)
 
     def _prompts(self) -> Iterator[RemotePrompt]:
         for record in self._requests:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.block_pool import BlockPool
 
 
@@ -24,10 +23,13 @@ class QuarantinedBlocks:
 
     Args:
         pool: the engine's; without it nothing is pinned.
+
+    Attributes:
+        pool: as given.
     """
 
     def __init__(self, pool: BlockPool | None) -> None:
-        self._pool = pool
+        self.pool = pool
         # By worker, its latest report: not every worker reports in every step.
         self._alive: dict[int, frozenset[str]] = {}
         # By request, as workers name loads; it may have ended. The oldest is first.
@@ -44,15 +46,15 @@ class QuarantinedBlocks:
 
     def update(self, alive: Mapping[int, frozenset[str]], now_s: float) -> None:
         """Take the requests whose blocks may still be written, by worker, before vLLM frees blocks of the step."""
-        if not alive or self._pool is None:
+        if not alive or self.pool is None:
             return
         self._alive.update(alive)
         named = frozenset().union(*self._alive.values())
         for request_id in named - self._pinned.keys():
-            self._pin(self._pool, request_id, now_s)
+            self._pin(self.pool, request_id, now_s)
         for request_id in self._pinned.keys() - named:
             pin = self._pinned.pop(request_id)
-            self._pool.give_back(pin.blocks)
+            self.pool.give_back(pin.blocks)
 
     def gauges(self, now_s: float) -> dict[str, float]:
         """The gauges of pinned requests and blocks."""
@@ -66,23 +68,9 @@ class QuarantinedBlocks:
             "oldest_quarantine_s": oldest_s,
         }
 
-    def check_integrity(self) -> None:
-        """Check that no pinned block is free.
-
-        Raises:
-            LocalProtocolError: with the counts that disagree.
-        """
-        if self._pool is None:
-            return
-        num_free = 0
-        for pin in self._pinned.values():
-            for block in pin.blocks:
-                if self._pool.reference_count(block) < 1:
-                    num_free += 1
-        if num_free:
-            raise LocalProtocolError(
-                f"quarantine: {num_free} of {self.num_blocks} pinned blocks are in the pool"
-            )
+    def snapshot(self) -> Mapping[str, PinnedBlocks]:
+        """The pinned blocks now, by request."""
+        return dict(self._pinned)
 
     def _pin(self, pool: BlockPool, request_id: str, now_s: float) -> None:
         blocks = pool.loaded_into(request_id)

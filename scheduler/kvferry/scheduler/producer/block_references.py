@@ -11,10 +11,9 @@ blocks without other references. So references of leases are counted here and co
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 
@@ -29,6 +28,20 @@ class Reservation:
     block_ids: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockReferencesSnapshot:
+    """Attributes:
+    held, ending: references by block, of leases that have not ended and of those that have.
+    reserved: the blocks of each reservation, which are counted as held.
+    returning: those of each prefix that is over and not given back yet, which are counted as ending.
+    """
+
+    held: Mapping[int, int]
+    ending: Mapping[int, int]
+    reserved: tuple[tuple[int, ...], ...]
+    returning: tuple[tuple[int, ...], ...]
+
+
 class BlockReferences:
     """The references that leases have on blocks; each block is in `ProducerLease.block_ids`.
 
@@ -36,12 +49,13 @@ class BlockReferences:
         pool: the engine's; without it only leases are assumed to use blocks.
 
     Attributes:
+        pool: as given.
         held: leases with references that have not ended, by request; the one that was held first is first.
         ending: leases that have ended and that some worker has not acknowledged, by request; the first ended is first.
     """
 
     def __init__(self, pool: BlockPool | None = None) -> None:
-        self._pool = pool
+        self.pool = pool
         self.held: dict[str, ProducerLease] = {}
         self.ending: dict[str, ProducerLease] = {}
         # References of each block. A count that falls to zero is removed, so a step's cost is that of used blocks.
@@ -70,8 +84,8 @@ class BlockReferences:
         """Take a reference on each block of a request that has ended."""
         self.held[lease.request_id] = lease
         self._held.update(lease.block_ids)
-        if self._pool is not None:
-            self._pool.keep(lease.block_ids)
+        if self.pool is not None:
+            self.pool.keep(lease.block_ids)
 
     def reserve(self, reservation: Reservation, blocks: Sequence[int]) -> None:
         """Add blocks to a reservation. The caller has taken a reference on each."""
@@ -114,8 +128,8 @@ class BlockReferences:
         else:
             del self.ending[lease.request_id]
             _take(self._ending, lease.block_ids)
-        if self._pool is not None:
-            self._pool.give_back(lease.block_ids)
+        if self.pool is not None:
+            self.pool.give_back(lease.block_ids)
 
     def return_some(self) -> None:
         """Give back a part of the blocks of prefixes that are over."""
@@ -126,8 +140,8 @@ class BlockReferences:
             del blocks[-num_left:]
             num_left -= len(part)
             _take(self._ending, part)
-            if self._pool is not None:
-                self._pool.give_back(part)
+            if self.pool is not None:
+                self.pool.give_back(part)
             if not blocks:
                 self._returning.popleft()
 
@@ -156,35 +170,16 @@ class BlockReferences:
                 gain += 1
         return gain
 
-    def check_integrity(self) -> None:
-        """Check the sums, and that every block has at least as many references as leases that keep it.
-
-        Raises:
-            LocalProtocolError: with the sums.
-        """
-        held = _references_of(self.held.values())
-        for reservation in self._reservations:
-            held.update(reservation.block_ids)
-        ending = _references_of(self.ending.values())
-        for blocks in self._returning:
-            ending.update(blocks)
-        # Compared as dicts: faster than `Counter.__eq__`, which also ignores zero counts.
-        is_held_equal = dict.__eq__(held, self._held)
-        is_ending_equal = dict.__eq__(ending, self._ending)
-        if not (is_held_equal and is_ending_equal):
-            raise LocalProtocolError(
-                f"block references: {self._held.total()} held + {self._ending.total()} ending, "
-                f"{held.total()} + {ending.total()} by lease"
-            )
-        if self._pool is None:
-            return
-        held.update(ending)
-        for block, count in held.items():
-            referred = self._pool.reference_count(block)
-            if referred < count:
-                raise LocalProtocolError(
-                    f"block {block}: {count} leases keep it, the pool counts {referred} references"
-                )
+    def snapshot(self) -> BlockReferencesSnapshot:
+        """The counts now, and the blocks that are in no lease."""
+        return BlockReferencesSnapshot(
+            held=dict(self._held),
+            ending=dict(self._ending),
+            reserved=tuple(
+                tuple(reservation.block_ids) for reservation in self._reservations
+            ),
+            returning=tuple(map(tuple, self._returning)),
+        )
 
     def _return(self, blocks: list[int]) -> None:
         self._ending.update(blocks)
@@ -192,17 +187,10 @@ class BlockReferences:
 
     def _is_only_leased(self, block: int) -> bool:
         """True if no running request has the block: the pool counts no more references than leases have."""
-        if self._pool is None:
+        if self.pool is None:
             return True
         num_leases = self._held[block] + self._ending[block]
-        return self._pool.reference_count(block) == num_leases
-
-
-def _references_of(leases: Iterable[ProducerLease]) -> Counter[int]:
-    references: Counter[int] = Counter()
-    for lease in leases:
-        references.update(lease.block_ids)
-    return references
+        return self.pool.reference_count(block) == num_leases
 
 
 def _take(counts: Counter[int], blocks: Sequence[int]) -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, epoch_to_text
 from kvferry.protocol.orders import LeaseOpen
 from kvferry.scheduler.producer.lease import ProducerLease
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSlotsSnapshot:
+    """Attributes:
+    leases: those that have a slot.
+    free: the slots without a lease.
+    """
+
+    leases: frozenset[ProducerLease]
+    free: tuple[int, ...]
 
 
 class LeaseSlots:
@@ -58,18 +69,11 @@ class LeaseSlots:
             del self._by_name[name]
         self._free.append(lease.slot)
 
-    def check_integrity(self) -> None:
-        """Check that every slot is either free or one lease's.
-
-        Raises:
-            LocalProtocolError: with the sums.
-        """
-        leases = set(self._by_name.values())
-        slots = [lease.slot for lease in leases] + self._free
-        if sorted(slots) != list(range(self.count)):
-            raise LocalProtocolError(
-                f"lease table: {len(leases)} leased and {len(self._free)} free of {self.count} slots"
-            )
+    def snapshot(self) -> LeaseSlotsSnapshot:
+        """The slots now."""
+        return LeaseSlotsSnapshot(
+            leases=frozenset(self._by_name.values()), free=tuple(self._free)
+        )
 
     def _new_name(self, slot: int) -> LeaseName:
         return LeaseName(slot=slot, epoch=epoch_to_text(self._draw_epoch()))

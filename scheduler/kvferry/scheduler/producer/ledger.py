@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from kvferry.link.awake_clock import AwakeClock
@@ -367,32 +366,6 @@ class ProducerLedger:
                 "lease_left_s", max(0.0, lease.deadline_s - self.clock_s)
             )
         self.observer.lease_over(lease, lease.ended_by)
-
-    def check_integrity(self) -> None:
-        """Check that every slot is free or leased once, and that the references on blocks are those of the leases
-        whose requests have ended.
-
-        Raises:
-            LocalProtocolError: with the sums.
-        """
-        self.slots.check_integrity()
-        leases = list(self._all())
-        self.streams.check_integrity(leases)
-        states = Counter(lease.state.value for lease in leases)
-        prefixes = [lease for lease in leases if lease.use is LeaseUse.PREFIX]
-        num_prefix_blocks = sum(len(lease.block_ids) for lease in prefixes)
-        counted = (self.num_prefixes, self.num_prefix_blocks)
-        if counted != (len(prefixes), num_prefix_blocks):
-            raise LocalProtocolError(
-                f"prefixes: {counted} leases and blocks counted, there are {len(prefixes)}, {num_prefix_blocks}"
-            )
-        kept = self.block_references.num_requests
-        keeping = sum(lease.keeps_blocks for lease in leases)
-        if kept != keeping:
-            raise LocalProtocolError(
-                f"leases: {dict(states)}, {kept} keep blocks, {keeping} must"
-            )
-        self.block_references.check_integrity()
 
     def _all(self) -> Iterator[ProducerLease]:
         for record in self._requests:

@@ -7,9 +7,8 @@ its first epoch, which stays its name until it is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.orders import LeaseOpen, LeaseProgress
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import ProducerLease, PublishedStream
@@ -23,6 +22,11 @@ class PublishedStreams:
     Args:
         orders: of the ledger, to be sent with the next step.
         counters: counts `streams`, `stream_restarts`, and `streams_refused` for lack of `rows`.
+        rows: how many there are.
+
+    Attributes:
+        rows: as given.
+        free_rows: the rows of no lease; the next to be used is last.
     """
 
     def __init__(
@@ -31,20 +35,15 @@ class PublishedStreams:
         self._slots = slots
         self._orders = orders
         self._counters = counters
-        self._rows = rows
-        self._free = list(range(rows - 1, -1, -1))
-
-    @property
-    def free_rows(self) -> int:
-        """Rows of no lease."""
-        return len(self._free)
+        self.rows = rows
+        self.free_rows = list(range(rows - 1, -1, -1))
 
     def begin(self, lease: ProducerLease) -> PublishedStream | None:
         """A consumer reads this prompt from now on, while it is computed; None if all rows are used."""
-        if not self._free:
+        if not self.free_rows:
             self._counters.add("streams_refused", "rows")
             return None
-        lease.stream = PublishedStream(self._free.pop())
+        lease.stream = PublishedStream(self.free_rows.pop())
         self._counters.add("streams")
         return lease.stream
 
@@ -103,17 +102,5 @@ class PublishedStreams:
     def over(self, lease: ProducerLease) -> None:
         """The lease is over: its row is free."""
         if lease.stream is not None:
-            self._free.append(lease.stream.row)
+            self.free_rows.append(lease.stream.row)
             lease.stream = None
-
-    def check_integrity(self, leases: Iterable[ProducerLease]) -> None:
-        """Check that every row is either free or one lease's.
-
-        Raises:
-            LocalProtocolError: with the sums.
-        """
-        used = [lease.stream.row for lease in leases if lease.stream is not None]
-        if sorted(used + self._free) != list(range(self._rows)):
-            raise LocalProtocolError(
-                f"stream rows: {len(used)} used and {len(self._free)} free of {self._rows}"
-            )
