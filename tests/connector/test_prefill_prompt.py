@@ -14,12 +14,14 @@ from vllm.v1.request import Request
 
 from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.connector.engine.local_engine import LocalEngine, tokens_left_out
+from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.params_builder import leave_out, prompt_of
 from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
+from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
@@ -183,27 +185,17 @@ def intake_of(
         ProducerLedger(4, 30.0, counters, requests=requests.table),
         PromptQueries(requests, EngineLoop(), recomputes=True),
     )
-    intake = RequestIntake(
-        local,
-        leases,
-        loads,
-        counters,
-        TRUSTED,
-        SchedulerTracing(),
-        asking,
-        PromptDirectory(),
-        PrefixIntake(
-            local,
-            requests,
-            loads,
-            counters,
-            TRUSTED,
-            SchedulerTracing(),
-            asking,
-            PullEstimate(1.0),
-            (),
-        ),
+    context = SchedulerContext(
+        local=local,
+        requests=requests,
+        leases=leases,
+        loads=loads,
+        blocks=EngineBlocks(),
+        counters=counters,
+        tracing=SchedulerTracing(),
     )
+    pulls = PrefixIntake(context, TRUSTED, asking, PullEstimate(1.0), ())
+    intake = RequestIntake(context, TRUSTED, asking, PromptDirectory(), pulls)
     return intake, leases, counters
 
 

@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import TrustedHosts
-from kvferry.connector.engine.local_engine import LocalEngine
+from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.params_builder import (
     has_tokens,
     leave_out,
@@ -32,7 +32,6 @@ from kvferry.connector.scheduler_side.prompt_queries import (
 )
 from kvferry.connector.scheduler_side.requests import EngineRequest
 from kvferry.connector.scheduler_side.sessions import Session
-from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.requests import report_cached_tokens
 from kvferry.link.lease_commands import RemoteLease
 from kvferry.plan.tokens import held_from
@@ -47,11 +46,8 @@ from kvferry.protocol.params_reader import (
     without_transfer,
 )
 from kvferry.protocol.prompt_queries import request_key
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import PromptKind
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseUse
-from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 
 if TYPE_CHECKING:
@@ -72,22 +68,18 @@ class RequestIntake:
 
     def __init__(
         self,
-        local: LocalEngine,
-        leases: ProducerLedger,
-        loads: ConsumerLedger,
-        counters: Counters,
+        context: SchedulerContext,
         trusted: TrustedHosts,
-        tracing: SchedulerTracing,
         queries: PromptQueries,
         directory: PromptDirectory,
         pulls: PrefixIntake,
     ) -> None:
-        self._local = local
-        self._leases = leases
-        self._loads = loads
-        self._counters = counters
+        self._local = context.local
+        self._leases = context.leases
+        self._loads = context.loads
+        self._counters = context.counters
+        self._tracing = context.tracing
         self._trusted = trusted
-        self._tracing = tracing
         self._queries = queries
         self._directory = directory
         self._pulls = pulls

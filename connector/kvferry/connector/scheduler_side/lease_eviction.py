@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import logging
 
-from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.block_demand import BlockDemand
+from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.steps import Steps
-from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.scheduler.producer.eviction_order import Demand, candidates, evict
 from kvferry.scheduler.producer.lease import ProducerLease
-from kvferry.scheduler.producer.ledger import ProducerLedger
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +40,17 @@ class LeaseEviction:
 
     def __init__(
         self,
+        context: SchedulerContext,
         block_demand: BlockDemand,
-        local: LocalEngine,
-        leases: ProducerLedger,
         steps: Steps,
-        blocks: EngineBlocks,
         max_leased_fraction: float,
     ) -> None:
+        self._offers_turns = context.local.offers_turns
+        self._leases = context.leases
+        self._blocks = context.blocks
         self._block_demand = block_demand
-        self._offers_turns = local.offers_turns
-        self._leases = leases
         self._steps = steps
         self._max_leased_fraction = max_leased_fraction
-        self._blocks = blocks
         self._is_disabled = False
         # When leases that may still be read were first too many; None while they are not.
         self._missed_since_s: float | None = None

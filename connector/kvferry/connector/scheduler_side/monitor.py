@@ -10,10 +10,7 @@ import time
 from collections.abc import Mapping
 
 from kvferry.connector.metrics.stats import FerryStats
-from kvferry.connector.vllm.blocks import EngineBlocks
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.worker.loads.results import WorkerGauges
 
 
@@ -24,17 +21,11 @@ class EngineMonitor:
         counters: of this engine.
     """
 
-    def __init__(
-        self,
-        leases: ProducerLedger,
-        loads: ConsumerLedger,
-        blocks: EngineBlocks,
-        counters: Counters,
-    ) -> None:
-        self.counters = counters
-        self._leases = leases
-        self._loads = loads
-        self._blocks = blocks
+    def __init__(self, context: SchedulerContext) -> None:
+        self.counters = context.counters
+        self._leases = context.leases
+        self._loads = context.loads
+        self._blocks = context.blocks
         self._workers: dict[int, WorkerGauges] = {}
         self._reported_gauges: dict[str, float] = {}
 

@@ -16,11 +16,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import TrustedHosts
-from kvferry.connector.engine.local_engine import LocalEngine
+from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.params_builder import prompt_of
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
-from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
-from kvferry.connector.tracing.scheduler_events import SchedulerTracing
+from kvferry.connector.scheduler_side.requests import EngineRequest
 from kvferry.connector.vllm.requests import hint_actions
 from kvferry.link.query_commands import Producer
 from kvferry.protocol.digests import CHUNK_TOKENS, GrowingChain, Prompt
@@ -35,11 +34,9 @@ from kvferry.protocol.prefix_sources import (
     read_hints,
     read_sources,
 )
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.prefix_search import PrefixSearch
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate, whole_chunks
 from kvferry.scheduler.consumer.remote_prompt import PromptKind
-from kvferry.scheduler.counters import Counters
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -62,23 +59,19 @@ class PrefixIntake:
 
     def __init__(
         self,
-        local: LocalEngine,
-        requests: EngineRequests,
-        loads: ConsumerLedger,
-        counters: Counters,
+        context: SchedulerContext,
         trusted: TrustedHosts,
-        tracing: SchedulerTracing,
         queries: PromptQueries,
         estimate: PullEstimate,
         configured: tuple[Producer, ...],
     ) -> None:
         self.estimate = estimate
-        self._local = local
-        self._requests = requests
-        self._loads = loads
-        self._counters = counters
+        self._local = context.local
+        self._requests = context.requests
+        self._loads = context.loads
+        self._counters = context.counters
+        self._tracing = context.tracing
         self._trusted = trusted
-        self._tracing = tracing
         self._queries = queries
         self._configured = configured
 

@@ -20,17 +20,15 @@ from collections import deque
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from kvferry.connector.engine.local_engine import LocalEngine
+from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, prompt_of
 from kvferry.connector.scheduler_side.requests import EngineRequest
 from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
-from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.protocol.prefix_queries import PrefixRefusal
 from kvferry.scheduler.producer.block_references import Reservation
-from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prefix_directory import (
     PrefixDirectory,
     QueriedPrefix,
@@ -76,9 +74,7 @@ class PrefixLeases:
 
     def __init__(
         self,
-        local: LocalEngine,
-        leases: ProducerLedger,
-        blocks: EngineBlocks,
+        context: SchedulerContext,
         cache: PrefixCache,
         tickets: TicketBuilder,
         builder: ParamsBuilder,
@@ -86,9 +82,9 @@ class PrefixLeases:
         loop: EngineLoop,
         directory: PrefixDirectory,
     ) -> None:
-        self._local = local
-        self._leases = leases
-        self._blocks = blocks
+        self._local = context.local
+        self._leases = context.leases
+        self._blocks = context.blocks
         self._cache = cache
         self._tickets = tickets
         self._builder = builder

@@ -10,30 +10,27 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.block_demand import BlockDemand
+from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
 from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
-from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
+from kvferry.connector.scheduler_side.requests import EngineRequest
 from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
-from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.requests import has_ended_by_error
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import (
     IN_FLIGHT,
     RemotePrompt,
     RemotePromptState,
 )
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
-from kvferry.scheduler.producer.ledger import ProducerLedger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +41,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestParts:
+    """The parts that hear of the events of a request, or that a step asks about requests.
+
+    Attributes:
+        intake: decides how a request is served.
+        queries, pulls: wait for what other engines say, about its prompt and about its prefix.
+        demand, admission: the blocks that it lacks, and whether vLLM must skip it.
+        tickets, prefix_leases: what other engines may read of it.
+        steps: whether the engine rests.
+        channel: takes commands to other engines.
+    """
+
+    intake: RequestIntake
+    queries: PromptQueries
+    pulls: PrefixIntake
+    demand: BlockDemand
+    admission: Admission
+    tickets: TicketBuilder
+    prefix_leases: PrefixLeases
+    steps: Steps
+    channel: SideChannel
+
+
 class RequestLife:
     """Passes the events of requests to the parts, in the order that they need.
 
@@ -52,53 +73,22 @@ class RequestLife:
             it is loaded.
     """
 
-    def __init__(
-        self,
-        requests: EngineRequests,
-        *,
-        local: LocalEngine,
-        leases: ProducerLedger,
-        loads: ConsumerLedger,
-        intake: RequestIntake,
-        pulls: PrefixIntake,
-        queries: PromptQueries,
-        admission: Admission,
-        demand: BlockDemand,
-        tickets: TicketBuilder,
-        prefix_leases: PrefixLeases,
-        steps: Steps,
-        channel: SideChannel,
-        tracing: SchedulerTracing,
-        counters: Counters,
-    ) -> None:
+    def __init__(self, context: SchedulerContext, parts: RequestParts) -> None:
         self.children_hold = False
-        self._requests = requests
-        self._local = local
-        self._leases = leases
-        self._loads = loads
-        self._intake = intake
-        self._pulls = pulls
-        self._queries = queries
-        self._admission = admission
-        self._demand = demand
-        self._tickets = tickets
-        self._prefix_leases = prefix_leases
-        self._steps = steps
-        self._channel = channel
-        self._tracing = tracing
-        self._counters = counters
+        self._context = context
+        self._parts = parts
 
     def arrived(self, request: Request) -> None:
         """Read the request's params before vLLM does."""
-        self._intake.receive(self._requests.add(request))
-        self._channel.flush()
+        self._parts.intake.receive(self._context.requests.add(request))
+        self._parts.channel.flush()
 
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens beyond the local prefix hit that can be loaded; None makes vLLM ask again in the next step."""
-        entry = self._requests.enter(request)
+        entry = self._context.requests.enter(request)
         # First: nobody waits to hear of what is here already.
         if entry.record.search is not None:
-            self._pulls.looked_at(entry, num_local_tokens)
+            self._parts.pulls.looked_at(entry, num_local_tokens)
         self._wait_for_answer(entry)
         if entry.record.waits_for_answer:
             return None
@@ -109,12 +99,16 @@ class RequestLife:
         prompt = entry.record.prompt
         is_offered = prompt is not None and prompt.state is RemotePromptState.OFFERED
         # Another child's load is not in this ledger.
-        if self._admission.must_wait(entry, may_load=is_offered or self.children_hold):
+        if self._parts.admission.must_wait(
+            entry, may_load=is_offered or self.children_hold
+        ):
             return None
-        num_matched = self._loads.matched_tokens(entry.request_id, num_local_tokens)
-        if num_matched and self._admission.loads_nothing(entry):
-            self._loads.compute_here(entry.request_id, "blocks_pinned")
-            self._channel.flush()
+        num_matched = self._context.loads.matched_tokens(
+            entry.request_id, num_local_tokens
+        )
+        if num_matched and self._parts.admission.loads_nothing(entry):
+            self._context.loads.compute_here(entry.request_id, "blocks_pinned")
+            self._parts.channel.flush()
             return 0
         return num_matched
 
@@ -122,18 +116,18 @@ class RequestLife:
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """vLLM has allocated blocks for the request. It is told so twice if the request loads, before and after."""
-        entry = self._requests.enter(request)
-        self._demand.admitted(request)
-        self._admission.left_queue(entry)
+        entry = self._context.requests.enter(request)
+        self._parts.demand.admitted(request)
+        self._parts.admission.left_queue(entry)
         self._open_lease(entry)
-        self._tickets.admitted(entry)
-        self._prefix_leases.admitted(entry)
-        self._intake.admitted(entry)
-        self._queries.admitted(entry, num_external_tokens)
+        self._parts.tickets.admitted(entry)
+        self._parts.prefix_leases.admitted(entry)
+        self._parts.intake.admitted(entry)
+        self._parts.queries.admitted(entry, num_external_tokens)
         prompt = entry.record.prompt
         if prompt is not None:
             self._order_load(prompt, blocks, num_external_tokens)
-            self._channel.flush()
+            self._parts.channel.flush()
 
     def ended(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -143,27 +137,27 @@ class RequestLife:
         Returns:
             Whether vLLM must hold its blocks, and the params of its response.
         """
-        entry = self._requests.ended(request.request_id)
+        entry = self._context.requests.ended(request.request_id)
         if entry is None:
             return False, None
         # vLLM holds an aborted load's blocks itself until the load is reported, except under a MultiConnector. There it
         # would free them at the first of two reports, the load's end and the other child's, and end the engine at the
         # second. So this connector holds them too, and reports the end as that child does (`EngineStep.end`).
-        is_loading = self._loads.finished(
+        is_loading = self._context.loads.finished(
             entry.request_id, by_error=has_ended_by_error(request)
         )
         must_hold = is_loading and self.children_hold
-        self._queries.ended(entry)
-        self._demand.end_stall()
-        self._admission.left_queue(entry)
-        self._tracing.finished(entry.request_id)
-        self._intake.ended(entry)
-        self._prefix_leases.ended(entry)
-        self._channel.flush()
+        self._parts.queries.ended(entry)
+        self._parts.demand.end_stall()
+        self._parts.admission.left_queue(entry)
+        self._context.tracing.finished(entry.request_id)
+        self._parts.intake.ended(entry)
+        self._parts.prefix_leases.ended(entry)
+        self._parts.channel.flush()
         self._end_turn_while_draining(entry)
         # A lease's blocks are not held by vLLM: the request would stay in its scheduler, and as long as it does the
         # engine steps every millisecond, on more than one core. So the lease has references of its own on them.
-        ticket = self._tickets.ended(entry, block_ids)
+        ticket = self._parts.tickets.ended(entry, block_ids)
         if ticket is None:
             return must_hold, None
         params, lease = ticket
@@ -173,9 +167,9 @@ class RequestLife:
             lease.slot,
             params.remote_num_tokens,
         )
-        self._tracing.params_given(entry.request_id, params, lease)
+        self._context.tracing.params_given(entry.request_id, params, lease)
         is_turn = lease.use is LeaseUse.TURN
-        may_send_both_legs = self._channel.announces and not is_turn
+        may_send_both_legs = self._parts.channel.announces and not is_turn
         return False, params.to_json(is_turn=is_turn, at_once=may_send_both_legs)
 
     def reset(self) -> bool:
@@ -185,29 +179,33 @@ class RequestLife:
             Whether the reset is complete. While loads are in flight it is not, and vLLM must call again.
         """
         # Through the fence, like every end: a read that is under way is not believed.
-        self._leases.release_all("reset")
-        self._tickets.reset()
-        self._prefix_leases.reset()
-        self._local.adapters.reset()
-        for lease in self._leases.leases(LeaseState.INTENDED, LeaseState.COMPUTING):
-            self._leases.abandon(lease.request_id, "reset")
+        self._context.leases.release_all("reset")
+        self._parts.tickets.reset()
+        self._parts.prefix_leases.reset()
+        self._context.local.adapters.reset()
+        for lease in self._context.leases.leases(
+            LeaseState.INTENDED, LeaseState.COMPUTING
+        ):
+            self._context.leases.abandon(lease.request_id, "reset")
             # A running request keeps its computed tokens, so it offers nothing at its end. One without any, or a
             # preempted one, gets a lease with a new epoch when it begins.
-            entry = self._requests.get(lease.request_id)
+            entry = self._context.requests.get(lease.request_id)
             if not entry.request.num_computed_tokens:
-                self._leases.intend(lease.request_id, lease.use)
+                self._context.leases.intend(lease.request_id, lease.use)
         # Their producer's blocks are of the old weights.
-        self._loads.decline_offered("reset")
-        self._channel.flush()
-        return not self._loads.requests(*IN_FLIGHT)
+        self._context.loads.decline_offered("reset")
+        self._parts.channel.flush()
+        return not self._context.loads.requests(*IN_FLIGHT)
 
     def take_answers(self) -> None:
         """Apply the answers to queries: their requests load with the ticket, or are computed here."""
-        for settled in self._queries.take():
-            self._intake.answered(settled, self._requests.find(settled.request_id))
-        if self._queries.has_searches:
-            self._pulls.take()
-        self._channel.flush()
+        for settled in self._parts.queries.take():
+            self._parts.intake.answered(
+                settled, self._context.requests.find(settled.request_id)
+            )
+        if self._parts.queries.has_searches:
+            self._parts.pulls.take()
+        self._parts.channel.flush()
 
     def _wait_for_answer(self, entry: EngineRequest) -> None:
         """Take answers, and wait for one to this request as long as the engine has nothing else to do."""
@@ -215,7 +213,7 @@ class RequestLife:
             return
         self.take_answers()
         while entry.record.waits_for_answer:
-            if not self._steps.wait_for_answers(len(self._requests)):
+            if not self._parts.steps.wait_for_answers(len(self._context.requests)):
                 return
             self.take_answers()
 
@@ -223,19 +221,19 @@ class RequestLife:
         """True if the request needs a lease, no slot is free, and one may be in a step or two."""
         lease = entry.record.lease
         is_intended = lease is not None and lease.state is LeaseState.INTENDED
-        if not is_intended or self._leases.slots.free:
+        if not is_intended or self._context.leases.slots.free:
             return False
-        return self._steps.may_report_ended_leases
+        return self._parts.steps.may_report_ended_leases
 
     def _open_lease(self, entry: EngineRequest) -> None:
         lease = entry.record.lease
         if lease is None or lease.state is not LeaseState.INTENDED:
             return
-        if not self._leases.open(entry.request_id):
+        if not self._context.leases.open(entry.request_id):
             logger.warning(
                 "req=%s is served without a lease: all %d slots are used",
                 entry.request_id,
-                self._leases.slots.count,
+                self._context.leases.slots.count,
             )
 
     def _order_load(
@@ -244,20 +242,24 @@ class RequestLife:
         was_offered = prompt.state is RemotePromptState.OFFERED
         local_blocks: tuple[Sequence[int], ...] = ()
         if num_external_tokens:
-            local_blocks = self._tickets.builder.load_blocks(
+            local_blocks = self._parts.tickets.builder.load_blocks(
                 blocks.get_block_ids(), prompt.shared_tokens
             )
-        self._loads.allocated(prompt.request_id, num_external_tokens, local_blocks)
+        self._context.loads.allocated(
+            prompt.request_id, num_external_tokens, local_blocks
+        )
         if was_offered and prompt.state is RemotePromptState.LOADING:
             prompt.ordered_s = time.monotonic()
-            self._counters.sample("order_wait_s", prompt.ordered_s - prompt.offered_s)
+            self._context.counters.sample(
+                "order_wait_s", prompt.ordered_s - prompt.offered_s
+            )
 
     def _end_turn_while_draining(self, entry: EngineRequest) -> None:
         """An engine that shuts down offers no answers any more: nobody will come for them."""
-        lease = self._leases.running(entry.request_id)
+        lease = self._context.leases.running(entry.request_id)
         if (
             lease is not None
             and lease.use is LeaseUse.TURN
-            and self._steps.drain.has_begun
+            and self._parts.steps.drain.has_begun
         ):
-            self._leases.abandon(entry.request_id)
+            self._context.leases.abandon(entry.request_id)

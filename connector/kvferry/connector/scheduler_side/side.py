@@ -19,6 +19,7 @@ from kvferry.connector.engine.facts import (
 from kvferry.connector.engine.local_engine import LocalEngine, token_bytes
 from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.block_demand import BlockDemand
+from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.engine_step import EngineStep
 from kvferry.connector.scheduler_side.intake import RequestIntake
@@ -28,7 +29,7 @@ from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
 from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
-from kvferry.connector.scheduler_side.request_life import RequestLife
+from kvferry.connector.scheduler_side.request_life import RequestLife, RequestParts
 from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.stall_watch import StallWatch
@@ -42,7 +43,7 @@ from kvferry.link.load_notifier import LoadListener
 from kvferry.link.secrets import secrets_from_environment
 from kvferry.protocol.hosts import address_of
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.pull_estimate import PullEstimate, StepPace
+from kvferry.scheduler.consumer.pull_estimate import PullEstimate
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
@@ -126,6 +127,15 @@ class SchedulerSide:
         self.tracing = scheduler_tracing(vllm_config, config, local)
         self.leases.observer = self.tracing
         self.loads.observer = self.tracing
+        context = SchedulerContext(
+            local=local,
+            requests=self.requests,
+            leases=self.leases,
+            loads=self.loads,
+            blocks=self.blocks,
+            counters=counters,
+            tracing=self.tracing,
+        )
 
         # What comes in with a request, and what goes out.
         spans = local.block_spans if config.streaming == "auto" else ()
@@ -138,30 +148,17 @@ class SchedulerSide:
             has_list=config.allowed_hosts is not None,
             has_secret=bool(secrets),
         )
-        estimate = PullEstimate(
-            token_bytes(kv_cache_config), config.prefix_pull_min_tokens
-        )
         self.pulls = PrefixIntake(
-            local,
-            self.requests,
-            self.loads,
-            counters,
+            context,
             trusted,
-            self.tracing,
             self.queries,
-            estimate,
+            PullEstimate(
+                token_bytes(kv_cache_config), config.prefix_pull_min_tokens, max_steps
+            ),
             tuple(map(address_of, config.prefix_sources)),
         )
         self.intake = RequestIntake(
-            local,
-            self.leases,
-            self.loads,
-            counters,
-            trusted,
-            self.tracing,
-            self.queries,
-            directory,
-            self.pulls,
+            context, trusted, self.queries, directory, self.pulls
         )
         builder = ParamsBuilder(
             local,
@@ -170,13 +167,9 @@ class SchedulerSide:
             copies_blocks=uses_host_buffer(vllm_config),
         )
         self.tickets = TicketBuilder(
-            local,
-            self.requests,
-            self.leases,
-            self.blocks,
+            context,
             builder,
             directory,
-            counters,
             max_steps=max_steps,
             can_stream=can_stream(vllm_config, kv_cache_config, config),
         )
@@ -192,15 +185,7 @@ class SchedulerSide:
         prefixes.wake_engine = loop.wake
         drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
         self.prefix_leases = PrefixLeases(
-            local,
-            self.leases,
-            self.blocks,
-            self.prefix_cache,
-            self.tickets,
-            builder,
-            drain,
-            loop,
-            prefixes,
+            context, self.prefix_cache, self.tickets, builder, drain, loop, prefixes
         )
 
         # When the engine steps, and who gets blocks.
@@ -220,26 +205,18 @@ class SchedulerSide:
         )
         self.demand = BlockDemand(vllm_config, self.requests, self.blocks)
         self.eviction = LeaseEviction(
-            self.demand,
-            local,
-            self.leases,
-            self.steps,
-            self.blocks,
-            config.max_leased_fraction,
+            context, self.demand, self.steps, config.max_leased_fraction
         )
         admission = Admission(self.demand, self.blocks, self.loads.quarantine)
-        self.monitor = EngineMonitor(self.leases, self.loads, self.blocks, counters)
+        self.monitor = EngineMonitor(context)
 
         try:
             self.channel = SideChannel(
-                local,
+                context,
                 facts_of(vllm_config, config),
                 config,
                 secrets,
                 allowed,
-                self.leases,
-                self.loads,
-                counters,
                 self.steps.poll,
                 self.queries,
                 directory,
@@ -253,49 +230,25 @@ class SchedulerSide:
             raise
 
         # What vLLM's hooks mean for all of these.
-        self.life = RequestLife(
-            self.requests,
-            local=local,
-            leases=self.leases,
-            loads=self.loads,
+        parts = RequestParts(
             intake=self.intake,
+            queries=self.queries,
             pulls=self.pulls,
-            queries=self.queries,
-            admission=admission,
             demand=self.demand,
-            tickets=self.tickets,
-            prefix_leases=self.prefix_leases,
-            steps=self.steps,
-            channel=self.channel,
-            tracing=self.tracing,
-            counters=counters,
-        )
-        self.engine_step = EngineStep(
-            self.requests,
-            self.life,
-            leases=self.leases,
-            loads=self.loads,
-            blocks=self.blocks,
-            queries=self.queries,
             admission=admission,
             tickets=self.tickets,
             prefix_leases=self.prefix_leases,
-            eviction=self.eviction,
-            stalls=StallWatch(
-                self.requests,
-                self.blocks,
-                self.leases,
-                self.loads,
-                self.steps,
-                counters,
-            ),
             steps=self.steps,
             channel=self.channel,
+        )
+        self.life = RequestLife(context, parts)
+        self.engine_step = EngineStep(
+            context,
+            parts,
+            self.life,
+            eviction=self.eviction,
+            stalls=StallWatch(context, self.steps),
             monitor=self.monitor,
-            tracing=self.tracing,
-            counters=counters,
-            pace=StepPace(max_steps),
-            estimate=estimate,
         )
 
     def bind(self, manager: KVCacheManager) -> None:

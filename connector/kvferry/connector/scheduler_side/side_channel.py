@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 
 from kvferry.connector.allowed_hosts import AllowedHosts, warn_of_trust
 from kvferry.connector.config import FerryConfig
-from kvferry.connector.engine.local_engine import LocalEngine, write_description
+from kvferry.connector.engine.local_engine import write_description
 from kvferry.connector.messages import workers_of
+from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.link.client import SideChannelClient
 from kvferry.link.load_notifier import LoadListener
@@ -35,9 +36,6 @@ from kvferry.protocol.handshake import (
 from kvferry.protocol.hosts import HOST_VARIABLE, address_of, host_port
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.prompt_queries import announced_id
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.step import receive_messages
@@ -68,14 +66,11 @@ class SideChannel:
 
     def __init__(
         self,
-        local: LocalEngine,
+        context: SchedulerContext,
         facts: ModelFacts,
         config: FerryConfig,
         secrets: Secrets,
         allowed: AllowedHosts,
-        leases: ProducerLedger,
-        loads: ConsumerLedger,
-        counters: Counters,
         run_due: Callable[[], None],
         queries: PromptQueries,
         directory: PromptDirectory,
@@ -84,7 +79,7 @@ class SideChannel:
         wake: Callable[[], None],
         load_listener: LoadListener | None,
     ) -> None:
-        self.local = local
+        self.local = context.local
         self.queries = queries
         self.listener: SideChannelListener | None = None
         self.renewer: LeaseRenewer | None = None
@@ -94,17 +89,17 @@ class SideChannel:
         self._is_withdrawn = False
         self._description_file = config.description_file
         self._streams = config.streaming == "auto"
-        self._leases = leases
-        self._loads = loads
-        self._counters = counters
+        self._leases = context.leases
+        self._loads = context.loads
+        self._counters = context.counters
         self._wake = wake
         self._prewarmer: PeerPrewarmer | None = None
         self._is_prewarming = False
         self._prewarmed: collections.deque[Prewarm] = collections.deque()
         try:
-            if local.is_read_from:
+            if self.local.is_read_from:
                 self.listener = self._listen(secrets, run_due, directory, prefixes)
-            if local.reads:
+            if self.local.reads:
                 self._connect(config, secrets, allowed, load_listener)
         except BaseException:
             # The listener's thread would go on, and keep the port from the engine's next attempt to start.

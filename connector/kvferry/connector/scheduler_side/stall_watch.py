@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
+from kvferry.connector.scheduler_side.context import SchedulerContext
+from kvferry.connector.scheduler_side.requests import EngineRequest
 from kvferry.connector.scheduler_side.steps import Steps
-from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.requests import waits_for_blocks, waits_for_load
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
-from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.producer.ledger import ProducerLedger
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -28,24 +25,16 @@ class StallWatch:
     logged.
 
     Args:
-        requests: all requests of the engine.
+        steps: an engine that is paused does not stand still.
     """
 
-    def __init__(
-        self,
-        requests: EngineRequests,
-        blocks: EngineBlocks,
-        leases: ProducerLedger,
-        loads: ConsumerLedger,
-        steps: Steps,
-        counters: Counters,
-    ) -> None:
-        self._requests = requests
-        self._blocks = blocks
-        self._leases = leases
-        self._loads = loads
+    def __init__(self, context: SchedulerContext, steps: Steps) -> None:
+        self._requests = context.requests
+        self._blocks = context.blocks
+        self._leases = context.leases
+        self._loads = context.loads
+        self._counters = context.counters
         self._steps = steps
-        self._counters = counters
         self._since_s: float | None = None  # on the leases' clock
         self._num_heartbeats = 0
 

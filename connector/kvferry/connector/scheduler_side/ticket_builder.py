@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.connector.engine.local_engine import LocalEngine
+from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.params_builder import (
     OPENS_WITHIN_S,
     ParamsBuilder,
@@ -22,7 +22,6 @@ from kvferry.connector.scheduler_side.params_builder import (
 )
 from kvferry.connector.scheduler_side.requests import (
     EngineRequest,
-    EngineRequests,
     IssuedTicket,
 )
 from kvferry.connector.scheduler_side.unsettled import (
@@ -30,19 +29,17 @@ from kvferry.connector.scheduler_side.unsettled import (
     UnsoundRequests,
     first_of,
 )
-from kvferry.connector.vllm.blocks import EngineBlocks, distinct_blocks
+from kvferry.connector.vllm.blocks import distinct_blocks
 from kvferry.connector.vllm.requests import cached_tokens_of, has_ended_well
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_mac import sign_early
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import (
     LeaseState,
     LeaseUse,
     ProducerLease,
     PublishedStream,
 )
-from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 
 if TYPE_CHECKING:
@@ -77,8 +74,8 @@ class TicketBuilder:
     """The tickets of one engine.
 
     Args:
+        context: its counters count `streams_refused`.
         directory: the prompts that other engines may ask for.
-        counters: counts `streams_refused`.
         max_steps: the most steps in flight.
         can_stream: whether prompts can be read while they are computed.
 
@@ -90,13 +87,9 @@ class TicketBuilder:
 
     def __init__(
         self,
-        local: LocalEngine,
-        requests: EngineRequests,
-        leases: ProducerLedger,
-        blocks: EngineBlocks,
+        context: SchedulerContext,
         builder: ParamsBuilder,
         directory: PromptDirectory,
-        counters: Counters,
         *,
         max_steps: int,
         can_stream: bool,
@@ -104,16 +97,16 @@ class TicketBuilder:
         self.builder = builder
         self.directory = directory
         self.can_stream = can_stream
-        self._local = local
-        self._requests = requests
-        self._leases = leases
-        self._blocks = blocks
-        self._counters = counters
+        self._local = context.local
+        self._requests = context.requests
+        self._leases = context.leases
+        self._blocks = context.blocks
+        self._counters = context.counters
         # A model with recurrent states moves them between blocks when a request ends, so there the blocks are held from
         # the end on. Such a prefill is always capped at one token (`leave_out`): it ends with its prompt.
-        self._holds_early = not local.has_states
+        self._holds_early = not context.local.has_states
         self._unsettled = UnsettledRequests(max_steps)
-        self._unsound = UnsoundRequests(requests, blocks)
+        self._unsound = UnsoundRequests(context.requests, context.blocks)
         # What every step looks at, so not all requests are looked at for it.
         self._prefills: dict[EngineRequest, _Prefill] = {}
 

@@ -98,13 +98,25 @@ class PullEstimate:
     Args:
         token_bytes: of a token's cache on one worker. All workers load at the same time.
         min_tokens: the operator's `prefix_pull_min_tokens`, which replaces the estimate.
+        max_steps: the most steps in flight.
     """
 
-    def __init__(self, token_bytes: float, min_tokens: int | None = None) -> None:
+    def __init__(
+        self, token_bytes: float, min_tokens: int | None = None, max_steps: int = 1
+    ) -> None:
         self.token_bytes = token_bytes
         self.min_tokens = min_tokens
+        self._pace = StepPace(max_steps)
         self._computing = _Speed()
         self._loading: OrderedDict[Producer, _Speed] = OrderedDict()
+
+    def step_begins(
+        self, scheduled: Mapping[str, int], num_tokens: int, now_s: float
+    ) -> None:
+        """A step begins that computes tokens of these requests, `num_tokens` in all; another one may have ended."""
+        ended = self._pace.begin(scheduled, num_tokens, now_s)
+        if ended is not None:
+            self.computed(*ended)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A step has computed so many tokens."""
