@@ -27,11 +27,11 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.ids import SlotState, slot_word
 from kvferry.protocol.stream_rows import header_word
 from kvferry.worker.fabric.port import LocalDescriptors, RemoteDescriptors, Transfer
-from kvferry.worker.inbox import Holder, ThreadSnapshot
 from kvferry.worker.leases import LeaseTableSnapshot
 from kvferry.worker.loads.state import LoadState
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.staging.pool import WAVES_PER_LOAD, PoolSnapshot
+from kvferry.worker.thread_snapshot import Holder, ThreadSnapshot
 from kvferry.worker.worker import FerryWorker
 from tests.harness.inside import thread_of
 

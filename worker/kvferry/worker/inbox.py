@@ -9,15 +9,7 @@ from typing import TypeAlias
 
 from kvferry.protocol.orders import OrdersHead
 from kvferry.worker.device import DeviceMark
-from kvferry.worker.fabric.entry_buffers import EntriesSnapshot
-from kvferry.worker.fabric.port import OpenHandles
-from kvferry.worker.fabric.reads import Handle
-from kvferry.worker.leases import LeaseTableSnapshot
-from kvferry.worker.loads.record import LoadRecord
-from kvferry.worker.loads.results import StepResults
-from kvferry.worker.loads.state import LoadState
-from kvferry.worker.peers.registry import PeerRegistrySnapshot
-from kvferry.worker.staging.pool import PoolSnapshot, Wave
+from kvferry.worker.thread_snapshot import ThreadSnapshot
 
 
 class Signal(enum.Enum):
@@ -53,61 +45,6 @@ class StepLaunched:
     """
 
     mark: DeviceMark
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """What a load that has begun, a poll of slots or a first read has taken and must give back.
-
-    Attributes:
-        request_id, state: of a load; None of the others.
-        entries, pages: for its reads of slots, and of block ids.
-        transfers: number of its reads that the fabric has not taken back.
-    """
-
-    request_id: str | None
-    state: LoadState | None
-    entries: tuple[int, ...]
-    pages: tuple[int, ...]
-    waves: tuple[Wave, ...]
-    transfers: int
-
-
-@dataclass(frozen=True, slots=True)
-class ThreadSnapshot:
-    """The state of a transfer thread between two of its turns.
-
-    Attributes:
-        is_idle: nothing is left to do but what is due at long intervals.
-        loads: by state the number of loads that are not over.
-        begun: the records so far of those that have begun.
-        untaken: what the next report to the engine has.
-        peers: the producers that are known.
-        leases: those that have not ended.
-        holders: loads that have begun, polls of slots, first reads, each with what it has taken.
-        first_reads: first contacts whose reads have not ended.
-        agents, lists: of peers, numbers of those that the fabric was given and has not taken back.
-        entries, pages: the memory for reads of slots, and of block ids.
-        pool: the staging pool; None without one.
-        refused: handles that the fabric has not taken back yet.
-        handles: that the fabric has.
-    """
-
-    is_idle: bool
-    loads: dict[LoadState, int]
-    begun: tuple[LoadRecord, ...]
-    untaken: StepResults
-    peers: PeerRegistrySnapshot
-    leases: LeaseTableSnapshot
-    holders: tuple[Holder, ...]
-    first_reads: int
-    agents: int
-    lists: int
-    entries: EntriesSnapshot
-    pages: EntriesSnapshot
-    pool: PoolSnapshot | None
-    refused: tuple[Handle, ...]
-    handles: OpenHandles
 
 
 @dataclass(frozen=True, slots=True)

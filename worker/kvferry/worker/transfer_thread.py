@@ -9,7 +9,6 @@ interpreter's lock for 50 µs, for the engine's step thread.
 
 from __future__ import annotations
 
-import copy
 import logging
 import queue
 import threading
@@ -34,13 +33,11 @@ from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.inbox import (
-    Holder,
     Message,
     Signal,
     StepLaunched,
     StepOrdered,
     TakeSnapshot,
-    ThreadSnapshot,
     Withdraw,
 )
 from kvferry.worker.leases import Notifications
@@ -60,6 +57,7 @@ from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.registration import WithdrawalRefused
 from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.thread_snapshot import ThreadSnapshot, snapshot_of_thread
 from kvferry.worker.worker_memory import WorkerMemory
 
 logger = logging.getLogger(__name__)
@@ -131,11 +129,9 @@ class TransferThread:
         self.runner = LoadRunner(
             context, self.results, settings.load_timeout_s, settings.max_loads
         )
+        self._memory = memory
         self._table = memory.table
-        self._mirror = memory.mirror
-        self._pool = memory.staging.pool if memory.staging is not None else None
-        self._slot_reads = memory.slot_reads
-        self._id_pages = memory.id_pages
+        self._pool = memory.pool
         self._reported_gauges: WorkerGauges | None = None
         self._notifications = Notifications(fabric, self._table, self.results)
         # Orders of the last step, which are complete when it has been launched.
@@ -191,44 +187,13 @@ class TransferThread:
 
     def snapshot_now(self) -> ThreadSnapshot:
         """The state of the thread; on the thread itself, between two of its turns."""
-        first_reads = self.registry.first_reads.all()
-        peers = list(self.registry.peers())
-        agents = sum(len(peer.routes) for peer in peers)
-        holders = [
-            Holder(
-                request_id=load.order.request_id,
-                state=load.state,
-                entries=load.entries,
-                pages=load.lease_reads.pages,
-                waves=tuple(load.waves()),
-                transfers=load.transfers(),
-            )
-            for load in self.runner.begun()
-        ]
-        holders += [
-            Holder(None, None, poll.entries, (), (), len(poll.reads))
-            for poll in self.runner.polls()
-        ]
-        holders += [
-            Holder(None, None, read.entries, (), (), len(read.reads))
-            for read in first_reads
-        ]
-        return ThreadSnapshot(
+        return snapshot_of_thread(
+            self._memory,
+            self.reader,
+            self.registry,
+            self.runner,
+            self.results,
             is_idle=self._is_idle(),
-            loads=self.runner.loads.counts(),
-            begun=tuple(copy.copy(load.record) for load in self.runner.begun()),
-            untaken=self.results.snapshot(),
-            peers=self.registry.snapshot(),
-            leases=self._table.snapshot(),
-            holders=tuple(holders),
-            first_reads=len(first_reads),
-            agents=agents,
-            lists=sum(len(peer.made) for peer in peers) - agents,
-            entries=self._slot_reads.snapshot(),
-            pages=self._id_pages.snapshot(),
-            pool=self._pool.snapshot() if self._pool is not None else None,
-            refused=tuple(self.reader.refused()),
-            handles=self.reader.fabric.open_handles(),
         )
 
     def drain(self, timeout_s: float) -> None:
@@ -333,7 +298,8 @@ class TransferThread:
             f"the first read of peer={first_read.peer.key}"
             for first_read in self.registry.first_reads.all()
         ]
-        if self._mirror is not None and self._mirror.is_copying:
+        mirror = self._memory.mirror
+        if mirror is not None and mirror.is_copying:
             writing.append("a copy of blocks to host memory")
         return writing
 

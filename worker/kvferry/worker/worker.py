@@ -34,7 +34,6 @@ from kvferry.protocol.params_mac import MAC_KEY_BYTES
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
-from kvferry.worker.inbox import ThreadSnapshot
 from kvferry.worker.loads.results import ResultBox, StepResults
 from kvferry.worker.loads.state import LoadState
 from kvferry.worker.loads.watchdog import LoadWatchdog
@@ -42,6 +41,7 @@ from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.registration import MemoryEvent, MemoryState, Registration
 from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.thread_snapshot import ThreadSnapshot
 from kvferry.worker.transfer_thread import TransferThread
 from kvferry.worker.worker_memory import WorkerMemory
 

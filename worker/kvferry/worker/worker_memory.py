@@ -28,6 +28,7 @@ from kvferry.worker.relayout.reference import ReferenceRelayout
 from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror
+from kvferry.worker.staging.pool import StagingPool
 from kvferry.worker.stream_rows import StreamRowTable, bytes_of_rows
 
 STAGING_BYTES = 256 << 20
@@ -132,6 +133,11 @@ class WorkerMemory:
             mapper=mapper,
             shared=shared,
         )
+
+    @property
+    def pool(self) -> StagingPool | None:
+        """The pool of `staging`; None without one."""
+        return self.staging.pool if self.staging is not None else None
 
     @property
     def exported(self) -> KvCaches:
