@@ -5,7 +5,7 @@
     PrefixSearches ── StartSearch, StopQuery ──►             ── FindPrefixes, Unsubscribe ──► who may have the prefix
                    ◄── one answer of each engine ───────────── ◄── Answers ──────────────────
 
-Each producer is queried over its link (`peer_link.py`). A producer that does not know a prompt names the other
+Each producer is queried over its link (`queried_producer.py`). A producer that does not know a prompt names the other
 data-parallel ranks of its engine, its *siblings*, which are queried too.
 
 A search asks several engines under one number. The digests that it sends are made here, in parts, so that neither a
@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeVar
 
 from kvferry.link import limits
 from kvferry.link.fair_share import has_share
-from kvferry.link.peer_link import PeerLink, PeerLinks
+from kvferry.link.peer_link import PeerLinks
+from kvferry.link.queried_producer import QueriedProducer, Query
 from kvferry.link.query_commands import (
     SETTLING,
     Producer,
@@ -36,159 +36,20 @@ from kvferry.link.query_commands import (
     StartQuery,
     StartSearch,
 )
-from kvferry.protocol.handshake import encode
 from kvferry.protocol.hosts import one_spelling
 from kvferry.protocol.prefix_queries import PrefixQuery
-from kvferry.protocol.prefix_queries import messages as prefix_messages
 from kvferry.protocol.prompt_queries import (
-    MAX_QUERIES,
     Answer,
     Answers,
     PromptProgress,
-    PromptQuery,
-    Subscribe,
-    Unsubscribe,
 )
 
 OnAnswer = Callable[[Producer, Answer], None]
-
-Item = TypeVar("Item")
-
-Query = PromptQuery | PrefixQuery
 
 _TOKENS_AT_ONCE = 1 << 13
 """Tokens of which digests are made in one turn of the loop: 0.1 to 0.2 ms."""
 _MAX_ENDED = 1 << 12
 """Most ended searches that are remembered for a ticket that was on its way; each engine has sent one at most."""
-
-
-class _QueriedProducer:
-    """A producer with open queries, or with a connection that is kept for the next: the `Subscriber` of its link.
-
-    Open queries are sent over every new connection, and again every `REPEAT_S`.
-
-    Attributes:
-        queries: the open ones, by number.
-        needed_for: the queries whose requests name it, or of which it knows the prompt. Without any it is a sibling
-            that may be given up.
-        is_sibling: other producers have named it, and it was never needed.
-    """
-
-    def __init__(
-        self, client: QueryClient, link: PeerLink, *, is_sibling: bool
-    ) -> None:
-        self.producer: Producer = link.address
-        self.queries: dict[int, Query] = {}
-        self.needed_for: set[int] = set()
-        self.is_sibling = is_sibling
-        self._client = client
-        self._link = link
-        self._unsent: list[Query] = []
-        self._unsubscribed: list[int] = []
-        self._is_sending = False
-        self._has_answered = False
-        self._repeat_timer: asyncio.TimerHandle | None = None
-
-    @property
-    def has_queries(self) -> bool:
-        return bool(self.queries)
-
-    @property
-    def is_needed(self) -> bool:
-        return bool(self.needed_for)
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether something is sent at the end of this turn of the loop."""
-        return self._is_sending
-
-    def start(self, query: Query) -> None:
-        """Open a query; `update` must follow."""
-        self.queries[query.number] = query
-        self._unsent.append(query)
-        self._send_soon()
-
-    def stop(self, number: int) -> None:
-        """End a query; `update` must follow."""
-        del self.queries[number]
-        self.needed_for.discard(number)
-        if self._link.peer is not None:
-            self._unsubscribed.append(number)
-            self._send_soon()
-
-    def update(self) -> None:
-        """`queries`, `needed_for` or `is_sibling` has changed."""
-        self._link.update()
-
-    # For its link.
-
-    def connected(self) -> None:
-        self._unsent = list(self.queries.values())
-        self._send()
-
-    def received(self, answers: Answers) -> None:
-        self._has_answered = True
-        self._client.take(self, answers)
-
-    def refused(self) -> None:
-        self._client.refused(self)
-
-    def failed(self) -> None:
-        self._stop_timer()
-        self._client.failed(self)
-
-    def closed(self) -> None:
-        self._stop_timer()
-        self._client.forget(self)
-
-    def _send_soon(self) -> None:
-        # At the end of this turn, so that what is started and stopped together goes in one message.
-        if not self._is_sending:
-            self._is_sending = True
-            asyncio.get_running_loop().call_soon(self._send)
-
-    def _send(self) -> None:
-        self._is_sending = False
-        peer = self._link.peer
-        if peer is None:
-            return
-        unsent = [query for query in self._unsent if query.number in self.queries]
-        self._unsent = []
-        unsubscribed = self._unsubscribed
-        self._unsubscribed = []
-        client_id = self._client.client_id
-        of_prompts = [query for query in unsent if isinstance(query, PromptQuery)]
-        of_prefixes = [query for query in unsent if isinstance(query, PrefixQuery)]
-        for queries in _messages(of_prompts):
-            peer.send_queries(encode(Subscribe(client_id=client_id, queries=queries)))
-        for message in prefix_messages(client_id, of_prefixes):
-            peer.send_queries(encode(message))
-        for numbers in _messages(unsubscribed):
-            peer.send_queries(encode(Unsubscribe(client_id=client_id, numbers=numbers)))
-        if not self.queries:
-            self._stop_timer()
-        elif self._repeat_timer is None:
-            self._wait_to_repeat()
-
-    def _wait_to_repeat(self) -> None:
-        self._has_answered = False
-        loop = asyncio.get_running_loop()
-        self._repeat_timer = loop.call_later(limits.REPEAT_S, self._repeat)
-
-    def _stop_timer(self) -> None:
-        if self._repeat_timer is not None:
-            self._repeat_timer.cancel()
-            self._repeat_timer = None
-
-    def _repeat(self) -> None:
-        self._repeat_timer = None
-        peer = self._link.peer
-        if peer is not None and not self._has_answered:
-            # Its host may be gone, which TCP notices much later.
-            peer.end(f"has not answered for {limits.REPEAT_S:g} s")
-            return
-        self._unsent = list(self.queries.values())
-        self._send()
 
 
 @dataclass(slots=True, eq=False)
@@ -255,7 +116,7 @@ class QueryClient:
         self._on_answer = on_answer
         self._on_found = on_found
         self._open: dict[int, _OpenQuery] = {}
-        self._by_producer: dict[Producer, _QueriedProducer] = {}
+        self._by_producer: dict[Producer, QueriedProducer] = {}
         self._siblings_by_host: Counter[str] = Counter()
         # Searches: those whose digests are being made, and engines that may send a ticket after the end of one.
         self._growing: set[int] = set()
@@ -285,9 +146,9 @@ class QueryClient:
             is_sending=any(one.is_sending for one in producers.values()),
         )
 
-    # For `_QueriedProducer`.
+    # For `QueriedProducer`, as an `AnswerTaker`.
 
-    def take(self, queried: _QueriedProducer, answers: Answers) -> None:
+    def take(self, queried: QueriedProducer, answers: Answers) -> None:
         """It has answered."""
         host, own_port = queried.producer
         siblings = [port for port in answers.siblings if port != own_port]
@@ -302,7 +163,7 @@ class QueryClient:
             if is_named and answer.progress is PromptProgress.UNKNOWN:
                 self._start_siblings(opened, host, siblings)
 
-    def refused(self, queried: _QueriedProducer) -> None:
+    def refused(self, queried: QueriedProducer) -> None:
         """It does not know what it was sent: as all engines know the other queries, those of prefixes."""
         for number, query in list(queried.queries.items()):
             if isinstance(query, PrefixQuery):
@@ -310,14 +171,14 @@ class QueryClient:
                     queried, Answer(number=number, progress=PromptProgress.UNKNOWN)
                 )
 
-    def failed(self, queried: _QueriedProducer) -> None:
+    def failed(self, queried: QueriedProducer) -> None:
         """It cannot be reached, so it knows none of its prompts."""
         for number in list(queried.queries):
             self._answered(
                 queried, Answer(number=number, progress=PromptProgress.UNKNOWN)
             )
 
-    def forget(self, queried: _QueriedProducer) -> None:
+    def forget(self, queried: QueriedProducer) -> None:
         """Its link is gone. It has no open queries, or is a sibling that knows none of the prompts."""
         if self._by_producer.get(queried.producer) is not queried:
             return
@@ -375,11 +236,11 @@ class QueryClient:
 
     def _start(
         self, opened: _OpenQuery, producer: Producer, *, is_sibling: bool = False
-    ) -> _QueriedProducer:
+    ) -> QueriedProducer:
         queried = self._by_producer.get(producer)
         if queried is None:
             link = self._links.to(producer)
-            queried = _QueriedProducer(self, link, is_sibling=is_sibling)
+            queried = QueriedProducer(self, link, is_sibling=is_sibling)
             link.subscriber = queried
             self._by_producer[producer] = queried
             if is_sibling:
@@ -411,7 +272,7 @@ class QueryClient:
             num_of_host, self._siblings_by_host.total(), limits.MAX_SIBLINGS
         )
 
-    def _need(self, queried: _QueriedProducer, number: int) -> None:
+    def _need(self, queried: QueriedProducer, number: int) -> None:
         """The producer is needed for this query."""
         queried.needed_for.add(number)
         if queried.is_sibling:
@@ -432,14 +293,14 @@ class QueryClient:
         for queried in queried_producers:
             queried.update()
 
-    def _end_sibling(self, queried: _QueriedProducer) -> None:
+    def _end_sibling(self, queried: QueriedProducer) -> None:
         queried.is_sibling = False
         host = one_spelling(queried.producer[0])
         self._siblings_by_host[host] -= 1
         if not self._siblings_by_host[host]:
             del self._siblings_by_host[host]
 
-    def _answered(self, queried: _QueriedProducer, answer: Answer) -> None:
+    def _answered(self, queried: QueriedProducer, answer: Answer) -> None:
         """Pass on an answer that changes something."""
         # Only such: a producer that repeats its answers must cost the engine nothing.
         opened = self._open[answer.number]
@@ -481,7 +342,7 @@ class QueryClient:
         while len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def _answered_late(self, queried: _QueriedProducer, answer: Answer) -> None:
+    def _answered_late(self, queried: QueriedProducer, answer: Answer) -> None:
         """Pass on a ticket of a search that has ended: its lease is to be given back."""
         key = (queried.producer, answer.number)
         if key in self._ended and answer.progress is PromptProgress.TICKET:
@@ -489,7 +350,7 @@ class QueryClient:
             self._on_found(queried.producer, answer)
 
     def _lost(
-        self, queried: _QueriedProducer, opened: _OpenQuery, answer: Answer
+        self, queried: QueriedProducer, opened: _OpenQuery, answer: Answer
     ) -> None:
         """The producer that was passed on does not know the prompt any more."""
         producer = queried.producer
@@ -511,9 +372,3 @@ class QueryClient:
         number = opened.query.number
         self._need(self._by_producer[producer], number)
         self._on_answer(producer, Answer(number=number, progress=PromptProgress.QUEUED))
-
-
-def _messages(items: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
-    """The items, as many at a time as fit into a message."""
-    for start in range(0, len(items), MAX_QUERIES):
-        yield tuple(items[start : start + MAX_QUERIES])
