@@ -4,7 +4,8 @@
     arrived, ticket, over ── queue of prompts ──► subscribe, unsubscribe, changes ── Answers ──► clients
 
 The engine's thread reports what becomes of each prompt. The listener's thread answers queries, also while a step runs,
-and is woken when an answer to a subscriber may have changed.
+and is woken when an answer to a subscriber may have changed. Which prompt a query is about is the index's
+(`prompt_index.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
 
-from kvferry.protocol.digests import GrowingChain, Prompt
+from kvferry.protocol.digests import Prompt
 from kvferry.protocol.prompt_queries import (
     Answer,
     Answers,
@@ -30,8 +30,8 @@ from kvferry.scheduler.producer.listed_prompt import (
     Claimant,
     ListedPrompt,
     PromptState,
-    Whole,
 )
+from kvferry.scheduler.producer.prompt_index import PromptIndex
 from kvferry.scheduler.requests import RequestTable
 
 # Clients choose how many requests there are.
@@ -45,14 +45,10 @@ KEPT_S = 30.0
 """How long a prompt that is over is remembered, for consumers that come late."""
 
 _FORGOTTEN_AT_ONCE = 256
-# The digests of so many tokens take 50 µs.
-_TOKENS_AT_ONCE = 4096
 # A thread that does not wait for anything gives the interpreter's lock away after 5 ms only, for which the engine's
 # thread would wait. So the listener's thread sleeps for a moment after every 100 µs of work.
 _HELD_S = 100e-6
 _RELEASED_S = 50e-6
-
-Name = TypeVar("Name")
 
 
 @dataclass(slots=True)
@@ -68,28 +64,6 @@ class _Subscription:
     query: PromptQuery
     repeated_s: float
     answered: PromptProgress | None = None
-
-
-@dataclass(slots=True)
-class _Key:
-    """The prompts and queries of one key.
-
-    Attributes:
-        undigested: prompts without digests, by number of tokens and request; the newest is last.
-        unclaimed: those with digests and without a claimant, by length, digest and request.
-        num_prompts, num_running: all of them, and those that are not over.
-        subscribed: its queries.
-        waiting: those of them that have claimed no prompt.
-    """
-
-    # Clients choose keys, and thousands of prompts and queries may have the same one. So a prompt is found by its
-    # digest, and a change concerns the query that has claimed the prompt, not all queries of its key.
-    undigested: dict[int, dict[str, ListedPrompt]] = field(default_factory=dict)
-    unclaimed: dict[Whole, dict[str, ListedPrompt]] = field(default_factory=dict)
-    num_prompts: int = 0
-    num_running: int = 0
-    subscribed: set[Claimant] = field(default_factory=set)
-    waiting: dict[Claimant, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +108,11 @@ class PromptDirectory:
         # Of the engine's thread:
         self._requests = RequestTable() if requests is None else requests
         # Of the listener's thread:
-        self._by_request: dict[
-            str, ListedPrompt
-        ] = {}  # the first that arrived is first
-        self._by_key: dict[str, _Key] = {}
-        self._claimed: dict[Claimant, ListedPrompt] = {}
-        self._ended_s: dict[
-            str, float
-        ] = {}  # by request, the first that was over is first
+        # The first that arrived is first.
+        self._by_request: dict[str, ListedPrompt] = {}
+        self._index = PromptIndex(self._pause)
+        # By request; the first that was over is first.
+        self._ended_s: dict[str, float] = {}
         # The one repeated longest ago is first.
         self._subscriptions: dict[Claimant, _Subscription] = {}
         self._changed: dict[Claimant, None] = {}
@@ -238,7 +209,7 @@ class PromptDirectory:
         prompts = dict(self._by_request)
         return PromptDirectorySnapshot(
             prompts={name: prompt.state.progress for name, prompt in prompts.items()},
-            keys=frozenset(self._by_key),
+            keys=self._index.keys(),
             subscriptions=frozenset(self._subscriptions),
         )
 
@@ -277,8 +248,7 @@ class PromptDirectory:
 
     def _report(self, listed: ListedPrompt) -> None:
         self._news.put(listed)
-        key = self._by_key.get(listed.key)
-        if key is not None and key.subscribed:
+        if self._index.is_queried(listed.key):
             self.wake()
 
     # On the listener's thread.
@@ -297,18 +267,13 @@ class PromptDirectory:
         elif listed.claimant is not None and listed.claimant in self._subscriptions:
             self._changed[listed.claimant] = None
         if listed.is_over and not listed.has_ended:
-            listed.has_ended = True
-            self._by_key[listed.key].num_running -= 1
+            self._index.ended(listed)
             self._ended_s[listed.request_id] = self._clock()
 
     def _add(self, listed: ListedPrompt) -> None:
         self._drop(listed.request_id)
         self._by_request[listed.request_id] = listed
-        key = self._by_key.setdefault(listed.key, _Key())
-        key.num_prompts += 1
-        key.num_running += 1
-        key.undigested.setdefault(listed.num_tokens, {})[listed.request_id] = listed
-        self._changed.update(key.waiting)
+        self._changed.update(self._index.add(listed))
         while len(self._by_request) > MAX_PROMPTS:
             self._drop(next(iter(self._by_request)))
 
@@ -326,61 +291,15 @@ class PromptDirectory:
 
     def _answer(self, claimant: Claimant, query: PromptQuery) -> Answer:
         """The answer about the prompt that the query has claimed, or claims now."""
-        key = self._by_key.get(query.key)
-        if key is None:
-            return Answer(number=query.number, progress=PromptProgress.UNKNOWN)
-        listed = self._claim(key, claimant, query)
+        listed = self._index.claim(claimant, query)
         if listed is not None:
-            key.waiting.pop(claimant, None)
             return listed.answer(query.number)
         # Not OVER where the key has other prompts: then a client could tell from the time of its answer whether a
         # request with an id that it has guessed runs. Its engine waits as for an id that nobody has.
-        reason = "other_prompt" if key.num_running > 0 else ""
+        reason = "other_prompt" if self._index.has_running(query.key) else ""
         return Answer(
             number=query.number, progress=PromptProgress.UNKNOWN, reason=reason
         )
-
-    def _claim(
-        self, key: _Key, claimant: Claimant, query: PromptQuery
-    ) -> ListedPrompt | None:
-        whole = (query.num_tokens, query.digest)
-        claimed = self._claimed.get(claimant)
-        if claimed is not None and claimed.key == query.key and claimed.whole == whole:
-            return claimed
-        listed = self._take_unclaimed(key, whole)
-        if listed is not None:
-            listed.spans = query.spans
-            listed.claimant = claimant
-            self._claimed[claimant] = listed
-        return listed
-
-    def _take_unclaimed(self, key: _Key, whole: Whole) -> ListedPrompt | None:
-        """Take a prompt of this length and digest that has no claimant."""
-        unclaimed = key.unclaimed.get(whole)
-        if unclaimed is not None:
-            _, listed = unclaimed.popitem()
-            if not unclaimed:
-                del key.unclaimed[whole]
-            return listed
-        # Each prompt is digested once, when a query of its length comes first.
-        num_tokens, _ = whole
-        undigested = key.undigested.get(num_tokens, {})
-        while undigested:
-            request_id, listed = undigested.popitem()
-            if not undigested:
-                del key.undigested[num_tokens]
-            listed.digests = self._digest(listed)
-            if listed.whole == whole:
-                return listed
-            key.unclaimed.setdefault(listed.whole, {})[request_id] = listed
-        return None
-
-    def _digest(self, listed: ListedPrompt) -> tuple[str, ...]:
-        chain = GrowingChain(listed.prompt)
-        for num_tokens in range(_TOKENS_AT_ONCE, listed.num_tokens, _TOKENS_AT_ONCE):
-            chain.grow(num_tokens)
-            self._pause()
-        return chain.digests(listed.num_tokens)
 
     def _pause(self) -> None:
         """Give the interpreter's lock away if it was held for `_HELD_S`."""
@@ -415,28 +334,14 @@ class PromptDirectory:
             return
         listed.is_dropped = True
         self._ended_s.pop(request_id, None)
-        key = self._by_key[listed.key]
-        key.num_prompts -= 1
-        key.num_running -= not listed.has_ended
-        if listed.claimant is not None:
-            if self._claimed.get(listed.claimant) is listed:
-                del self._claimed[listed.claimant]
-            if listed.claimant in key.subscribed:
-                key.waiting[listed.claimant] = None
-        elif listed.digests:
-            _remove(key.unclaimed, listed.whole, request_id)
-        else:
-            _remove(key.undigested, listed.num_tokens, request_id)
-        self._forget_if_empty(listed.key, key)
+        self._index.drop(listed)
 
     def _add_subscription(
         self, claimant: Claimant, subscription: _Subscription
     ) -> None:
         self._end_subscription(claimant)
         self._subscriptions[claimant] = subscription
-        key = self._by_key.setdefault(subscription.query.key, _Key())
-        key.subscribed.add(claimant)
-        key.waiting[claimant] = None
+        self._index.subscribe(claimant, subscription.query.key)
         if len(self._subscriptions) > MAX_SUBSCRIPTIONS:
             self._end_subscription(next(iter(self._subscriptions)))
 
@@ -444,20 +349,4 @@ class PromptDirectory:
         subscription = self._subscriptions.pop(claimant, None)
         if subscription is None:
             return
-        key = self._by_key[subscription.query.key]
-        key.subscribed.discard(claimant)
-        key.waiting.pop(claimant, None)
-        self._forget_if_empty(subscription.query.key, key)
-
-    def _forget_if_empty(self, name: str, key: _Key) -> None:
-        if not key.num_prompts and not key.subscribed:
-            del self._by_key[name]
-
-
-def _remove(
-    prompts: dict[Name, dict[str, ListedPrompt]], name: Name, request_id: str
-) -> None:
-    by_request = prompts[name]
-    del by_request[request_id]
-    if not by_request:
-        del prompts[name]
+        self._index.unsubscribe(claimant, subscription.query.key)
