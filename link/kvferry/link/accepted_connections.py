@@ -90,12 +90,13 @@ class AcceptedConnections:
         self.capacity = min(limits.MAX_CONNECTIONS, files // 2)
         self._listener = listener
         self._counters = counters
-        self._known: dict[
-            int, TcpConnection
-        ] = {}  # by file; the latest to send is last
+        # By file; the latest to send is last.
+        self._known: dict[int, TcpConnection] = {}
         self.arrivals = Arrivals()
-        self._unfinished_bytes: dict[int, int] = {}  # by file, when it was last checked
-        self._contacts: set[int] = set()  # by file
+        # By file, when it was last checked.
+        self._unfinished_bytes: dict[int, int] = {}
+        # By file.
+        self._contacts: set[int] = set()
         self.no_contact = threading.Event()
         self.no_contact.set()
         self._reason: str | None = None

@@ -199,9 +199,8 @@ class GuardedSocket:
 
     def _delivered(self, frame: zmq.Frame) -> None:
         self._file = None
-        with contextlib.suppress(
-            zmq.ZMQError
-        ):  # ZMQ does not know the connection of every message
+        # ZMQ does not know the connection of every message.
+        with contextlib.suppress(zmq.ZMQError):
             self._file = int(frame.get(zmq.SRCFD))
             self._connections.delivered(self._file)
 

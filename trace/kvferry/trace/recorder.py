@@ -201,9 +201,8 @@ class TraceFile:
 
     def _begin_anew(self) -> None:
         old_name = self.path.name.removesuffix(_SUFFIX) + _OLD_SUFFIX
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # it was removed or renamed already
+        # It may have been removed or renamed already.
+        with contextlib.suppress(FileNotFoundError):
             self.path.replace(self.path.with_name(old_name))
         # The old file is closed last: if the new one cannot be made, there still is one to write to.
         file = os.open(self.path, _FLAGS, 0o600)

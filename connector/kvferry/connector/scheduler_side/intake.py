@@ -413,9 +413,8 @@ class RequestIntake:
         if is_all_or_nothing and num_shared < source.remote_num_tokens:
             num_shared = 0
         elif self._local.needs_whole_prompts and ends_elsewhere:
-            num_shared = (
-                0  # every token of the producer's depends on where its prompt ends
-            )
+            # Every token of the producer's depends on where its prompt ends.
+            num_shared = 0
         elif not self._windows_reach(source, request.num_prompt_tokens):
             self._loads.decline(source)
             detail = "it needs tokens whose blocks the producer, or vLLM here, frees"

@@ -66,10 +66,8 @@ class LeaseEviction:
             return True
         # If a worker's transfer thread is stuck, blocks do not return, and vLLM must not wait for them for ever: the
         # lease that has been ending for the longest has a heartbeat.
-        if (
-            self._leases.clock_s
-            > self._first_ending_since_s + self._leases.clock.heartbeat_s
-        ):
+        heartbeat_s = self._leases.clock.heartbeat_s
+        if self._leases.clock_s > self._first_ending_since_s + heartbeat_s:
             return False
         return self._leases.block_references.num_coming() > 0
 
@@ -91,20 +89,16 @@ class LeaseEviction:
         references = self._leases.block_references
         clock_s = self._leases.clock_s
         self._note_first_ending()
-        if (
-            not references.num_requests
-            or clock_s < self._recheck_s
-            or self._blocks.longest is None
-        ):
+        longest = self._blocks.longest
+        if longest is None or not references.num_requests or clock_s < self._recheck_s:
             return
-        demand = self._demand(self._blocks.longest)
+        demand = self._demand(longest)
         if demand is None:
             self._missed_since_s = None
             return
         ranked = candidates(self._leases)
-        num_leased = len(
-            references
-        )  # at least as many as leases alone keep, and free to know
+        # At least as many as leases alone keep, and free to know.
+        num_leased = len(references)
         if num_leased > demand.cap:
             self._recheck_s = clock_s + num_leased * _COUNT_S_PER_BLOCK
             num_leased = references.num_leased()
@@ -135,9 +129,8 @@ class LeaseEviction:
         """
         references = self._leases.block_references
         num_blocks = self._blocks.num_blocks
-        cap = int(
-            (num_blocks - 1) * self._max_leased_fraction
-        )  # without the null block
+        # Without the null block.
+        cap = int((num_blocks - 1) * self._max_leased_fraction)
         reserve = 0
         if self._offers_turns or self._leases.num_prefixes:
             reserve = num_blocks // _RESERVED
@@ -186,7 +179,5 @@ class LeaseEviction:
         """True if the need or the cap has been missed for a heartbeat."""
         if self._missed_since_s is None:
             return False
-        return (
-            self._leases.clock_s
-            >= self._missed_since_s + self._leases.clock.heartbeat_s
-        )
+        heartbeat_s = self._leases.clock.heartbeat_s
+        return self._leases.clock_s >= self._missed_since_s + heartbeat_s

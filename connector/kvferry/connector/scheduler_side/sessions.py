@@ -50,9 +50,8 @@ class Session:
         """True if vLLM has repeated the first part's parameters: it does where a later part has none of its own."""
         try:
             return bool(params == self._first_params)
-        except (
-            RecursionError
-        ):  # a client's lists may be nested as deep as a message can hold
+        except RecursionError:
+            # A client's lists may be nested as deep as a message can hold.
             return False
 
 

@@ -31,13 +31,12 @@ class UnsettledRequests:
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
         self._step = 0
-        self._answered_by = (
-            0  # the first step that comes after the answers to all loads so far
-        )
-        self._admitted: list[EngineRequest] = []  # since the last step began
-        self._computed: list[
-            tuple[int, Sequence[int]]
-        ] = []  # until which step, and the blocks
+        # The first step that comes after the answers to all loads so far.
+        self._answered_by = 0
+        # Since the last step began.
+        self._admitted: list[EngineRequest] = []
+        # What unsettled steps have computed: until which step it may be taken back, and the blocks.
+        self._computed: list[tuple[int, Sequence[int]]] = []
 
     @property
     def may_be_any(self) -> bool:

@@ -84,9 +84,8 @@ class EngineLoop:
                 core = find_core()
                 self._wakeup = _wakeup_message()
                 self._news = _wakeup_message()
-                self._core = (
-                    core  # last: other threads use the messages as soon as it is set
-                )
+                # Last: other threads use the messages as soon as it is set.
+                self._core = core
             return call(self._core)
         except Exception as error:  # noqa: BLE001 - vLLM's internals may differ
             if not self._is_reported:

@@ -113,9 +113,8 @@ def cut_prompt(request: Request, num_tokens: int) -> None:
     if prompt is None:
         raise LocalProtocolError(f"req={request.request_id} has a prompt of embeddings")
     num_removed = len(prompt) - num_tokens
-    request.prompt_token_ids = prompt[
-        :num_tokens
-    ]  # a copy: samples of one prompt share the list
+    # A copy: samples of one prompt share the list.
+    request.prompt_token_ids = prompt[:num_tokens]
     del request._all_token_ids[num_tokens:]
     request.num_prompt_tokens = num_tokens
     # Hashes that include removed tokens: at most one a token, since a block has at least one.
