@@ -19,6 +19,7 @@ from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.params_builder import leave_out, prompt_of
 from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
+from kvferry.connector.scheduler_side.remote_intake import RemotePromptIntake
 from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.blocks import EngineBlocks
@@ -195,7 +196,14 @@ def intake_of(
         tracing=SchedulerTracing(),
     )
     pulls = PrefixIntake(context, TRUSTED, asking, PullEstimate(1.0), ())
-    intake = RequestIntake(context, TRUSTED, asking, PromptDirectory(), pulls)
+    intake = RequestIntake(
+        context,
+        TRUSTED,
+        RemotePromptIntake(context, TRUSTED),
+        asking,
+        PromptDirectory(),
+        pulls,
+    )
     return intake, leases, counters
 
 

@@ -2,7 +2,7 @@
 
     do_remote_decode, or            a prefill for another engine: it is to have a lease; a turn's source may be named,
       remote_decoder                or one of its prefix, see `prefix_intake.py`
-    do_remote_prefill with blocks   a remote prompt: compared by digests, and offered to the consumer's ledger
+    do_remote_prefill with blocks   a remote prompt, see `remote_intake.py`
     do_remote_prefill without, or   a named prompt: its producer is asked for the ticket, see `answered`
       remote_prefiller
     none                            computed here; its prefix may be read from elsewhere
@@ -14,7 +14,6 @@ Whatever is wrong with params, the request is served: computed here, counted by 
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import TrustedHosts
@@ -30,12 +29,11 @@ from kvferry.connector.scheduler_side.prompt_queries import (
     Settled,
     is_ticket,
 )
+from kvferry.connector.scheduler_side.remote_intake import RemotePromptIntake
 from kvferry.connector.scheduler_side.requests import EngineRequest
 from kvferry.connector.scheduler_side.sessions import Session
 from kvferry.connector.vllm.requests import report_cached_tokens
 from kvferry.link.lease_commands import RemoteLease
-from kvferry.plan.tokens import held_from
-from kvferry.protocol.digests import Prompt, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams
 from kvferry.protocol.params import NamedPrefill, RemoteDecode, RemotePrefill
 from kvferry.protocol.params_reader import (
@@ -43,7 +41,6 @@ from kvferry.protocol.params_reader import (
     read_params,
     read_transfer_id,
     read_turn,
-    without_transfer,
 )
 from kvferry.protocol.prompt_queries import request_key
 from kvferry.scheduler.consumer.remote_prompt import PromptKind
@@ -61,6 +58,7 @@ class RequestIntake:
 
     Args:
         trusted: the hosts that params may name.
+        remote: for prompts of which other engines hold the blocks.
         queries: for prompts whose producers must be asked.
         directory: prompts that other engines may ask for.
         pulls: asks for the beginnings of the prompts that are computed here.
@@ -70,6 +68,7 @@ class RequestIntake:
         self,
         context: SchedulerContext,
         trusted: TrustedHosts,
+        remote: RemotePromptIntake,
         queries: PromptQueries,
         directory: PromptDirectory,
         pulls: PrefixIntake,
@@ -80,6 +79,7 @@ class RequestIntake:
         self._counters = context.counters
         self._tracing = context.tracing
         self._trusted = trusted
+        self._remote = remote
         self._queries = queries
         self._directory = directory
         self._pulls = pulls
@@ -97,19 +97,19 @@ class RequestIntake:
             elif isinstance(params, NamedPrefill):
                 self._accept_named_prompt(entry, params)
             elif params is not None:
-                self._accept_remote_prompt(entry, params)
+                self._remote.accept(entry, params)
             else:
                 self._pulls.arrived(entry)
         except ForeignParams as foreign:
-            self._compute_here(request, "foreign_params", str(foreign))
+            self._remote.compute_here(request, "foreign_params", str(foreign))
         except InvalidParams as invalid:
-            self._compute_here(request, "invalid_params", str(invalid))
+            self._remote.compute_here(request, "invalid_params", str(invalid))
         except Exception as error:
             # An exception here would end the engine's input loop. The request is served without a transfer.
             logger.exception(
                 "req=%s: an internal error in its params", request.request_id
             )
-            self._compute_here(request, "invalid_params", repr(error))
+            self._remote.compute_here(request, "invalid_params", repr(error))
 
     def answered(self, settled: Settled, entry: EngineRequest | None) -> None:
         """A query is settled.
@@ -129,7 +129,7 @@ class RequestIntake:
                     "req=%s: an internal error in its params", settled.request_id
                 )
             if entry is not None and settled.waits:
-                self._compute_here(entry.request, "invalid_params", str(error))
+                self._remote.compute_here(entry.request, "invalid_params", str(error))
 
     def admitted(self, entry: EngineRequest) -> None:
         """The request has its own references on its blocks."""
@@ -162,22 +162,22 @@ class RequestIntake:
         if answer is not None and answer.cached_tokens is not None:
             report_cached_tokens(request, answer.cached_tokens)
         if params is not None:
-            self._accept_remote_prompt(entry, params)
+            self._remote.accept(entry, params)
         elif settled.is_crowded_out:
             detail = "hosts with fewer open queries need the place"
-            self._compute_here(request, "too_many_queries", detail)
+            self._remote.compute_here(request, "too_many_queries", detail)
         elif answer is None and settled.unknown_why == "other_prompt":
             detail = "the producer prefills another one under this id"
-            self._compute_here(request, "other_prompt", detail)
+            self._remote.compute_here(request, "other_prompt", detail)
         elif answer is None:
             detail = "no producer has said that it prefills it"
-            self._compute_here(request, "prompt_unknown", detail)
+            self._remote.compute_here(request, "prompt_unknown", detail)
         elif answer.reason == "no_lease":
             detail = "the producer had no slot for it, or cannot share it"
-            self._compute_here(request, "no_lease", detail)
+            self._remote.compute_here(request, "no_lease", detail)
         elif self._queries.recomputes:
             detail = "the producer's request was aborted or has failed"
-            self._compute_here(request, "prefill_failed", detail)
+            self._remote.compute_here(request, "prefill_failed", detail)
         else:
             logger.warning(
                 "req=%s fails: the producer's request was aborted or has failed",
@@ -187,14 +187,6 @@ class RequestIntake:
             self._queries.fail(entry)
 
     # This engine's own leases, and later parts of sessions.
-
-    def _keep_own(self, entry: EngineRequest, source: RemotePrefill) -> None:
-        """Prefill and decode are on this engine: the lease's blocks are in its prefix cache, nobody else reads them.
-
-        The lease protects the prefix hit, so it ends when the request has blocks of its own or is over.
-        """
-        if source.kvferry.boot == self._local.memory.boot:
-            entry.own_lease = RemoteLease.from_params(source).name
 
     def _release_own(self, entry: EngineRequest) -> None:
         if entry.own_lease is not None:
@@ -242,7 +234,7 @@ class RequestIntake:
         num_tokens = request.num_prompt_tokens
         prompt = prompt_of(request, num_tokens, self._local)
         can_share = self._can_share(request)
-        is_leased = can_share and self._intend(request, LeaseUse.PROMPT)
+        is_leased = can_share and self._remote.intend(request, LeaseUse.PROMPT)
         if prompt is not None and self._local.is_read_from:
             key = request_key(
                 request.request_id, read_transfer_id(request.kv_transfer_params)
@@ -252,7 +244,7 @@ class RequestIntake:
                 # Consumers that query it need not wait.
                 self._directory.over(request.request_id, "no_lease")
         if not self._local.is_producer:
-            self._compute_here(
+            self._remote.compute_here(
                 request, "wrong_role", "this engine is no producer (kv_role)"
             )
             return False
@@ -279,23 +271,25 @@ class RequestIntake:
     def _accept_turn(self, entry: EngineRequest, turn: RemotePrefill) -> None:
         """The router names a decoder that holds the last turn, which this prefill may load."""
         if self._local.is_named_by(turn):
-            self._keep_own(entry, turn)
-        elif not self._may_connect(entry.request, turn):
+            self._remote.keep_own(entry, turn)
+        elif not self._remote.may_connect(entry.request, turn):
             return
         elif self._local.takes_turns:
-            self._accept_remote_prompt(entry, turn, PromptKind.TURN)
+            self._remote.accept(entry, turn, PromptKind.TURN)
         else:
             if self._local.is_consumer:
                 self._loads.decline(turn)
             detail = "bidirectional_kv_xfer is not set on this engine"
-            self._compute_here(entry.request, "turns_off", detail)
+            self._remote.compute_here(entry.request, "turns_off", detail)
 
-    # Prompts of other engines.
+    # Named prompts of other engines.
 
     def _accept_named_prompt(self, entry: EngineRequest, source: NamedPrefill) -> None:
         """A producer that prefills this prompt now, or has: it is asked for the ticket."""
         request = entry.request
-        prompt = self._prompt_to_compare(request, source, request.num_prompt_tokens)
+        prompt = self._remote.prompt_to_compare(
+            request, source, request.num_prompt_tokens
+        )
         if prompt is None:
             return
         named_id = source.remote_request_id
@@ -307,161 +301,16 @@ class RequestIntake:
         if is_other_request:
             # vLLM's request ids contain the router's, which is all that both legs have in common.
             detail = f"its id does not contain the producer's, {named_id!r}"
-            self._compute_here(request, "prompt_unknown", detail)
+            self._remote.compute_here(request, "prompt_unknown", detail)
         elif not self._queries.start(entry, source, prompt):
-            self._compute_here(
+            self._remote.compute_here(
                 request, "too_many_queries", "too many prompts are being queried"
             )
         elif request.abort_immediately or request.get_skip_reading_prefix_cache():
             # It is asked all the same: the ticket is given back when it comes.
             self._queries.ended(entry)
             detail = "it was rejected, or must not read cached prefixes"
-            self._compute_here(request, "not_wanted", detail)
-
-    def _accept_remote_prompt(
-        self,
-        entry: EngineRequest,
-        source: RemotePrefill,
-        kind: PromptKind = PromptKind.HANDOVER,
-    ) -> None:
-        request = entry.request
-        if self._local.is_named_by(source):
-            self._keep_own(entry, source)
-        prompt = self._prompt_to_compare(
-            request, source, source.remote_num_tokens, kind
-        )
-        if prompt is None:
-            return
-        if request.abort_immediately:
-            # The front end rejected this request and passes it on only to have the remote blocks released.
-            self._loads.decline(source)
-            request.kv_transfer_params = without_transfer(request.kv_transfer_params)
-            return
-        shared = shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens)
-        self._offer(request, source, shared, kind)
-        is_handover = kind is PromptKind.HANDOVER
-        if self._local.offers_turns and is_handover and not request.resumable:
-            self._expect_another_turn(request)
-
-    def _prompt_to_compare(
-        self,
-        request: Request,
-        source: NamedPrefill | RemotePrefill,
-        num_tokens: int,
-        kind: PromptKind = PromptKind.HANDOVER,
-    ) -> Prompt | None:
-        """The prompt, to be compared with the producer's; None if it cannot be loaded from there, and is computed here.
-
-        Args:
-            num_tokens: as for `prompt_of`.
-        """
-        if kind is PromptKind.HANDOVER and not self._local.is_consumer:
-            self._compute_here(
-                request, "wrong_role", "this engine is no consumer (kv_role)"
-            )
-            return None
-        if self._local.is_named_by(source):
-            self._compute_here(
-                request, "local_engine", "the params name this engine itself"
-            )
-            return None
-        if not self._may_connect(request, source):
-            return None
-        prompt = prompt_of(request, num_tokens, self._local)
-        if prompt is None:
-            detail = "a prompt of embeddings has no tokens to compare"
-            self._compute_here(request, "prompt_embeds", detail)
-        return prompt
-
-    def _may_connect(
-        self, request: Request, source: NamedPrefill | RemotePrefill
-    ) -> bool:
-        """True if the host in the params is allowed. If not, nothing is sent to it: not even a query."""
-        if source.remote_engine_id is None:
-            why_not = self._trusted.why_not_unannounced(source.remote_host)
-        else:
-            why_not = self._trusted.why_not(source.remote_host)
-        if why_not is None:
-            return True
-        self._compute_here(request, "host_not_allowed", why_not)
-        return False
-
-    def _expect_another_turn(self, request: Request) -> None:
-        """Record that its answer is offered, if the request has the remote lease."""
-        # Sibling requests (`n > 1`) share one response, which has room for the params of one.
-        if self._loads.state(request.request_id) is not None:
-            self._intend(request, LeaseUse.TURN)
-
-    def _intend(self, request: Request, use: LeaseUse) -> bool:
-        is_intended = self._leases.intend(request.request_id, use)
-        if not is_intended:
-            logger.warning(
-                "req=%s is served without a lease: a lease with its id has not ended",
-                request.request_id,
-            )
-        return is_intended
-
-    def _offer(
-        self,
-        request: Request,
-        source: RemotePrefill,
-        num_shared: int,
-        kind: PromptKind,
-    ) -> None:
-        is_all_or_nothing = self._local.is_all_or_nothing
-        ends_elsewhere = source.remote_num_tokens != request.num_prompt_tokens
-        if is_all_or_nothing and num_shared < source.remote_num_tokens:
-            num_shared = 0
-        elif self._local.needs_whole_prompts and ends_elsewhere:
-            # Every token of the producer's depends on where its prompt ends.
-            num_shared = 0
-        elif not self._windows_reach(source, request.num_prompt_tokens):
-            self._loads.decline(source)
-            detail = "it needs tokens whose blocks the producer, or vLLM here, frees"
-            self._compute_here(request, "window_edge", detail)
-            return
-        num_shared = min(num_shared, request.num_prompt_tokens)
-        refused = self._loads.offer(
-            request.request_id, source, num_shared, time.monotonic(), kind=kind
-        )
-        if refused is not None:
-            detail = (
-                f"{source.remote_num_tokens} tokens of req={source.remote_request_id}"
-            )
-            self._compute_here(request, refused, detail)
-            return
-        self._tracing.decode_arrived(request, source, num_shared)
-        logger.debug(
-            "req=%s: %d of %d tokens are held by engine %s as req=%s slot=%d",
-            request.request_id,
-            num_shared,
-            request.num_prompt_tokens,
-            source.engine_id,
-            source.remote_request_id,
-            source.kvferry.lease_slot,
-        )
-
-    def _windows_reach(self, source: RemotePrefill, prompt_tokens: int) -> bool:
-        """True if this engine's windows and states find all tokens that they need in what the producer holds."""
-        num_tokens = source.remote_num_tokens
-        first_held = source.kvferry.held_from
-        if len(first_held) != len(self._local.groups):
-            # A producer of an earlier version does not tell: then from the number of its blocks.
-            groups = zip(self._local.block_spans, source.remote_block_ids, strict=False)
-            first_held = tuple(
-                held_from(span, len(ids), num_tokens) for span, ids in groups
-            )
-        return self._local.windows_reach(
-            self._local.block_spans, first_held, num_tokens, prompt_tokens
-        )
-
-    def _compute_here(self, request: Request, reason: str, detail: str) -> None:
-        self._counters.add("local_recomputes", reason)
-        self._tracing.computed_here(request, reason)
-        request.kv_transfer_params = without_transfer(request.kv_transfer_params)
-        logger.warning(
-            "req=%s is computed here (%s): %s", request.request_id, reason, detail
-        )
+            self._remote.compute_here(request, "not_wanted", detail)
 
 
 def _ticket_in(settled: Settled, prompt_tokens: int | None) -> RemotePrefill | None:

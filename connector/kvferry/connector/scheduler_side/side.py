@@ -29,6 +29,7 @@ from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
 from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
+from kvferry.connector.scheduler_side.remote_intake import RemotePromptIntake
 from kvferry.connector.scheduler_side.request_life import RequestLife, RequestParts
 from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.scheduler_side.side_channel import SideChannel
@@ -158,7 +159,12 @@ class SchedulerSide:
             tuple(map(address_of, config.prefix_sources)),
         )
         self.intake = RequestIntake(
-            context, trusted, self.queries, directory, self.pulls
+            context,
+            trusted,
+            RemotePromptIntake(context, trusted),
+            self.queries,
+            directory,
+            self.pulls,
         )
         builder = ParamsBuilder(
             local,
