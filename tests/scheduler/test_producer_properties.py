@@ -17,7 +17,7 @@ from kvferry.protocol.notifications import Done
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.block_references import Reservation
 from kvferry.scheduler.producer.lease import LeaseUse
-from kvferry.scheduler.producer.lease_orders import LeaseOrders
+from kvferry.scheduler.producer.lease_slots import LeaseOrders
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.worker.leases import LeaseTable
 from tests.draws import draws

@@ -18,7 +18,7 @@ from kvferry.protocol.ids import EMPTY, Epoch
 from kvferry.protocol.orders import LeaseProgress
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
-from kvferry.scheduler.producer.lease_orders import LeaseOrders
+from kvferry.scheduler.producer.lease_slots import LeaseOrders
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from tests.draws import draws
 from tests.fakes.device_mark import FakeMark

@@ -28,8 +28,7 @@ from kvferry.scheduler.producer.lease import (
     LeaseUse,
     ProducerLease,
 )
-from kvferry.scheduler.producer.lease_orders import LeaseOrders
-from kvferry.scheduler.producer.lease_slots import LeaseSlots
+from kvferry.scheduler.producer.lease_slots import LeaseOrders, LeaseSlots
 from kvferry.scheduler.producer.streams import PublishedStreams
 from kvferry.scheduler.requests import RequestTable
 

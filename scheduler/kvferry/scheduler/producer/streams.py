@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from kvferry.protocol.orders import LeaseOpen, LeaseProgress
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import ProducerLease, PublishedStream
-from kvferry.scheduler.producer.lease_orders import LeaseOrders
-from kvferry.scheduler.producer.lease_slots import LeaseSlots
+from kvferry.scheduler.producer.lease_slots import LeaseOrders, LeaseSlots
 
 
 class PublishedStreams:
