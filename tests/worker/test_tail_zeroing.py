@@ -18,8 +18,7 @@ from kvferry.protocol.geometry import Interleave
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device, DeviceMark
-from kvferry.worker.loads.gaps import Gap, gaps
-from kvferry.worker.loads.tail_zeroing import TailZeroing
+from kvferry.worker.loads.tail_zeroing import Gap, TailZeroing, gaps
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging.buffer import relayout_for
