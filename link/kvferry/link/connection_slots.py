@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from kvferry.link import limits
 from kvferry.link.connection import Connection
-from kvferry.link.fair_share import has_share
+from kvferry.link.limits import has_share
 from kvferry.protocol.errors import HandshakeFailed, KvferryError
 from kvferry.protocol.hosts import one_spelling
 

@@ -269,3 +269,13 @@ and any peer can describe an engine that takes seconds."""
 def heartbeat_s(lease_s: float) -> float:
     """The interval of renewals of a lease that lives for `lease_s` without them. Both ends of it must mean the same."""
     return lease_s / HEARTBEATS_PER_LEASE
+
+
+def has_share(count: int, taken: int, most: int) -> bool:
+    """Whether a host with `count` of the `taken` places may have one more of `most`: if it has fewer than are free.
+
+    Clients choose how many places they want, and for which host. By this rule one host gets half of them at most, two
+    get a third each, and there is always one for the next. A fixed part of them was rejected: it would be too few for a
+    fleet on one host.
+    """
+    return count < most - taken

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvferry.link import limits
-from kvferry.link.fair_share import has_share
+from kvferry.link.limits import has_share
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.queried_producer import QueriedProducer, Query
 from kvferry.link.query_commands import (

@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from kvferry.link.fair_share import has_share
+from kvferry.link.limits import has_share
 from kvferry.protocol.hosts import one_spelling
 from kvferry.protocol.orders import Prewarm
 
