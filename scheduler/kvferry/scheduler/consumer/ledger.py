@@ -72,7 +72,9 @@ class ConsumerLedger:
         requests: RequestTable | None = None,
         max_ended: int = MAX_ENDED_LEASES,
     ) -> None:
-        self._requests = RequestTable() if requests is None else requests
+        if requests is None:
+            requests = RequestTable()
+        self._requests = requests
         self._counters = counters
         self.recompute_threshold = recompute_threshold
         self._recomputes = recomputes
@@ -100,12 +102,16 @@ class ConsumerLedger:
     def get(self, request_id: str) -> RemotePrompt | None:
         """A request that is not over; None when it is not a remote prompt."""
         record = self._requests.find(request_id)
-        return record.prompt if record is not None else None
+        if record is None:
+            return None
+        return record.prompt
 
     def state(self, request_id: str) -> RemotePromptState | None:
         """The state of a request; None when it is not a remote prompt."""
         prompt = self.get(request_id)
-        return None if prompt is None else prompt.state
+        if prompt is None:
+            return None
+        return prompt.state
 
     def requests(self, *states: RemotePromptState) -> list[str]:
         """Requests in one of these states."""
@@ -366,12 +372,15 @@ class ConsumerLedger:
             self._recompute(prompt, "not_wanted")
 
     def _least_tokens(self, kind: PromptKind, min_tokens: int) -> int:
-        return self.recompute_threshold if kind is PromptKind.TURN else min_tokens
+        if kind is PromptKind.TURN:
+            return self.recompute_threshold
+        return min_tokens
 
     def _recompute(self, prompt: RemotePrompt, reason: str) -> None:
         # Nobody has promised a prefix, so it is no fault of a handover that there is none.
-        is_prefix = prompt.kind is PromptKind.PREFIX
-        metric = "prefixes_not_pulled" if is_prefix else "local_recomputes"
+        metric = "local_recomputes"
+        if prompt.kind is PromptKind.PREFIX:
+            metric = "prefixes_not_pulled"
         self._counters.add(metric, reason)
         self.observer.recomputed(prompt, reason)
 

@@ -131,6 +131,7 @@ class PullEstimate:
             return
         if now_s > self._measured_s(producer) + FRESH_S:
             self._loading.pop(producer, None)
+        # Bounded, since requests name producers: the one that was loaded from longest ago is forgotten.
         speed = self._loading.setdefault(producer, _Speed())
         speed.add(num_tokens * self.token_bytes, seconds, now_s)
         self._loading.move_to_end(producer)
@@ -139,7 +140,9 @@ class PullEstimate:
 
     def tokens_s(self) -> float:
         """Tokens that this engine computes in a second."""
-        return self._computing.per_s if self._computing.seconds else ASSUMED_TOKENS_S
+        if not self._computing.seconds:
+            return ASSUMED_TOKENS_S
+        return self._computing.per_s
 
     def bytes_s(self, producer: Producer, now_s: float) -> float:
         """Bytes that a worker of this engine reads from there in a second."""
@@ -160,6 +163,7 @@ class PullEstimate:
         """The fewest missing tokens that are sooner loaded from there than computed; None if no number of them is."""
         if self.min_tokens is not None:
             return self.min_tokens
+        # Each token must be loaded sooner than it is computed, and so many must be that this pays for the overhead.
         loading_s = self.token_bytes / self.bytes_s(producer, now_s)
         gain_s = 1.0 / self.tokens_s() - loading_s
         if gain_s <= 0:
@@ -174,7 +178,9 @@ class PullEstimate:
 
     def _measured_s(self, producer: Producer) -> float:
         speed = self._loading.get(producer)
-        return speed.measured_s if speed is not None else -math.inf
+        if speed is None:
+            return -math.inf
+        return speed.measured_s
 
 
 def whole_chunks(num_tokens: int) -> int:

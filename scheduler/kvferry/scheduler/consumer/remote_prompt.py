@@ -92,6 +92,8 @@ CLAIMING = (RemotePromptState.OFFERED, *IN_FLIGHT)
 """States in which a request has a claim on its lease."""
 _OVER = (RemotePromptState.LOADED, RemotePromptState.FAILED, RemotePromptState.DECLINED)
 
+# LOADING ends through the workers' report alone, also when the request is gone: until then a read may write into its
+# blocks, and vLLM keeps them.
 REMOTE_PROMPT_TRANSITIONS: dict[
     tuple[RemotePromptState, RemotePromptEvent], RemotePromptState | None
 ] = {

@@ -45,6 +45,9 @@ class LeaseEvent(TableEnum):
     SENT = "sent"
 
 
+# HELD → (gone) without an end: all workers of a consumer have said that they are done, and each worker here has cleared
+# its slot by itself. Every other way out of HELD waits in ENDING for the workers: vLLM gives a block away in the step
+# that frees it, and a reader that had seen READY would take the next request's bytes for the prompt's.
 LEASE_TRANSITIONS: dict[tuple[LeaseState, LeaseEvent], LeaseState | None] = {
     (LeaseState.INTENDED, LeaseEvent.OPEN): LeaseState.COMPUTING,
     (LeaseState.INTENDED, LeaseEvent.ABANDON): None,

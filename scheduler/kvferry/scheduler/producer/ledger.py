@@ -80,7 +80,11 @@ class ProducerLedger:
         requests: RequestTable | None = None,
         stream_rows: int = STREAM_ROWS,
     ) -> None:
-        self._requests = RequestTable() if requests is None else requests
+        if requests is None:
+            requests = RequestTable()
+        if turn_s is None:
+            turn_s = lease_s
+        self._requests = requests
         self.slots = LeaseSlots(slots, draw_epoch)
         self.lease_s = lease_s
         self.block_references = BlockReferences(pool)
@@ -88,7 +92,7 @@ class ProducerLedger:
         self.observer = LeaseObserver()
         self.num_prefixes = 0
         self.num_prefix_blocks = 0
-        self._deadlines = Deadlines(lease_s, lease_s if turn_s is None else turn_s)
+        self._deadlines = Deadlines(lease_s, turn_s)
         self._workers = range(workers)
         self._counters = counters
         self._orders = LeaseOrders()
@@ -101,12 +105,16 @@ class ProducerLedger:
     def get(self, request_id: str) -> ProducerLease | None:
         """The lease of a request, also after its end; None without one."""
         record = self._requests.find(request_id)
-        return record.lease if record is not None else None
+        if record is None:
+            return None
+        return record.lease
 
     def state(self, request_id: str) -> LeaseState | None:
         """The state of a request's lease; None without a lease."""
         lease = self.get(request_id)
-        return None if lease is None else lease.state
+        if lease is None:
+            return None
+        return lease.state
 
     @property
     def clock_s(self) -> float:
@@ -158,6 +166,8 @@ class ProducerLedger:
             self._counters.add(f"{lease.use.value}_opened")
             self.observer.lease_opened(lease)
         elif lease.state is LeaseState.INTENDED:
+            # It is scheduled, and waits no more: where a slot was to come free soon, it has waited for that before
+            # (`RequestLife.matched_tokens`).
             self._advance(lease, LeaseEvent.ABANDON)
         if lease.state is LeaseState.COMPUTING:
             return True
@@ -228,6 +238,8 @@ class ProducerLedger:
         self.block_references.take_over(lease, reservation)
         self.num_prefixes += 1
         self.num_prefix_blocks += len(lease.block_ids)
+        # Cached is not computed: vLLM hashes blocks when it schedules the step that fills them. So while a step is to
+        # be launched the lease is held as one that this step completes, and READY once the device has passed it.
         order = lease.hold_order(worker_blocks)
         if is_computed:
             self._orders.holds.append(order)
@@ -256,6 +268,7 @@ class ProducerLedger:
         self._advance(lease, LeaseEvent.ABANDON)
         if lease.state is LeaseState.INTENDED:
             return
+        # Opened and abandoned within one step: the workers never hear of it.
         is_known_to_workers = self._orders.withdraw(lease.slot)
         if is_known_to_workers:
             self._orders.ends.append(lease.end_order())
@@ -275,6 +288,8 @@ class ProducerLedger:
             return False
         if received_s is None:
             received_s = self.clock_s
+        # From its arrival at the listener. An idle engine applies it minutes later, and from then on the lease of a
+        # dead consumer would have a whole lifetime more.
         lease.claimed_until_s = received_s + self.lease_s
         lease.deadline_s = max(lease.deadline_s, lease.claimed_until_s)
         return True
@@ -337,6 +352,7 @@ class ProducerLedger:
             lease = self.get(request_id)
             if lease is None or not lease.keeps_blocks:
                 continue
+            # A set: a worker that reports twice must not stand for another, whose slot still says READY.
             lease.acks.add(worker)
             if len(lease.acks) == len(self._workers):
                 self.sent(request_id)
@@ -358,6 +374,7 @@ class ProducerLedger:
             lease.ended_by = "done"
         self._counters.add(f"{lease.use.value}_released", lease.ended_by)
         was_read = lease.ended_by in ("done", "release")
+        # What was left of its time tells an operator whether `kv_lease_duration` is too short for the decoders' queues.
         # A prompt that was read before its request has ended has no deadline yet.
         has_deadline = lease.deadline_s < math.inf
         if lease.use is LeaseUse.PROMPT and was_read and has_deadline:

@@ -106,7 +106,9 @@ class PromptDirectory:
         # thread, which takes from the queue before it answers.
         self._news: queue.SimpleQueue[ListedPrompt] = queue.SimpleQueue()
         # Of the engine's thread:
-        self._requests = RequestTable() if requests is None else requests
+        if requests is None:
+            requests = RequestTable()
+        self._requests = requests
         # Of the listener's thread:
         # The first that arrived is first.
         self._by_request: dict[str, ListedPrompt] = {}

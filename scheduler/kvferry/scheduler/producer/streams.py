@@ -88,6 +88,8 @@ class PublishedStreams:
             return
         stream.tokens = 0
         stream.blocks = ()
+        # The slot and the row stay: consumers have them from the ticket. A consumer that has read under the old epoch
+        # finds no READY with it, ever.
         self._slots.renew_epoch(lease)
         order = LeaseOpen(
             slot=lease.slot,
