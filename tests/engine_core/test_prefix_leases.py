@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.scheduler_side import prefix_leases
+from kvferry.connector.scheduler_side.unsettled import TakeBacks
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.protocol.digests import CHUNK_TOKENS, Prompt
 from kvferry.protocol.handshake import LeaseName
@@ -241,14 +242,13 @@ def test_what_vllm_may_take_back_is_not_given_before_it_is_settled(
 ) -> None:
     node = make("kv_both", **LONG)
     compute(node, "own", PROMPT)
-    tickets = side_of(node).tickets
     asked: list[int] = []
 
-    def may_take_back(blocks: Sequence[int]) -> bool:
+    def may_come(_: TakeBacks, blocks: Sequence[int]) -> bool:
         asked.append(len(blocks))
         return len(asked) < 3
 
-    monkeypatch.setattr(tickets, "may_take_back", may_take_back)
+    monkeypatch.setattr(TakeBacks, "may_come", may_come)
     with asking(node) as asker:
         asker.send(query_of(PROMPT))
         asker.receive()

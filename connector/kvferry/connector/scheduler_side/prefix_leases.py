@@ -24,7 +24,7 @@ from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, prompt_of
 from kvferry.connector.scheduler_side.requests import EngineRequest
-from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
+from kvferry.connector.scheduler_side.unsettled import TakeBacks
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.protocol.prefix_queries import PrefixRefusal
@@ -68,7 +68,7 @@ class PrefixLeases:
     """The engine's thread of `PrefixDirectory`.
 
     Args:
-        tickets: knows what vLLM may still take back.
+        take_backs: what vLLM may still take back is not held.
         cache: nothing is listed, and so nothing is found, until it is bound.
     """
 
@@ -76,7 +76,7 @@ class PrefixLeases:
         self,
         context: SchedulerContext,
         cache: PrefixCache,
-        tickets: TicketBuilder,
+        take_backs: TakeBacks,
         builder: ParamsBuilder,
         drain: Drain,
         loop: EngineLoop,
@@ -86,7 +86,7 @@ class PrefixLeases:
         self._leases = context.leases
         self._blocks = context.blocks
         self._cache = cache
-        self._tickets = tickets
+        self._take_backs = take_backs
         self._builder = builder
         self._drain = drain
         self._loop = loop
@@ -180,7 +180,7 @@ class PrefixLeases:
         references = self._leases.block_references
         references.reserve(taking.reservation, found.block_ids[first:stop])
         self._num_taken += stop - first
-        if not taking.blocks_left and not self._tickets.may_take_back(found.block_ids):
+        if not taking.blocks_left and not self._take_backs.may_come(found.block_ids):
             self._open(taking, computes=computes)
         return stop - first
 

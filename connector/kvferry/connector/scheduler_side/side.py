@@ -36,6 +36,7 @@ from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.stall_watch import StallWatch
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
+from kvferry.connector.scheduler_side.unsettled import TakeBacks
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.loop import EngineLoop
@@ -172,11 +173,12 @@ class SchedulerSide:
             config.kv_lease_duration,
             copies_blocks=uses_host_buffer(vllm_config),
         )
+        take_backs = TakeBacks(context, max_steps)
         self.tickets = TicketBuilder(
             context,
             builder,
             directory,
-            max_steps=max_steps,
+            take_backs,
             can_stream=can_stream(vllm_config, kv_cache_config, config),
         )
 
@@ -191,7 +193,7 @@ class SchedulerSide:
         prefixes.wake_engine = loop.wake
         drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
         self.prefix_leases = PrefixLeases(
-            context, self.prefix_cache, self.tickets, builder, drain, loop, prefixes
+            context, self.prefix_cache, take_backs, builder, drain, loop, prefixes
         )
 
         # When the engine steps, and who gets blocks.

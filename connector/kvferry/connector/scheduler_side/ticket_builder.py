@@ -24,11 +24,7 @@ from kvferry.connector.scheduler_side.requests import (
     EngineRequest,
     IssuedTicket,
 )
-from kvferry.connector.scheduler_side.unsettled import (
-    UnsettledRequests,
-    UnsoundRequests,
-    first_of,
-)
+from kvferry.connector.scheduler_side.unsettled import TakeBacks
 from kvferry.connector.vllm.blocks import distinct_blocks
 from kvferry.connector.vllm.requests import cached_tokens_of, has_ended_well
 from kvferry.protocol.digests import GrowingChain
@@ -76,7 +72,7 @@ class TicketBuilder:
     Args:
         context: its counters count `streams_refused`.
         directory: the prompts that other engines may ask for.
-        max_steps: the most steps in flight.
+        take_backs: what vLLM may still take back.
         can_stream: whether prompts can be read while they are computed.
 
     Attributes:
@@ -90,8 +86,8 @@ class TicketBuilder:
         context: SchedulerContext,
         builder: ParamsBuilder,
         directory: PromptDirectory,
+        take_backs: TakeBacks,
         *,
-        max_steps: int,
         can_stream: bool,
     ) -> None:
         self.builder = builder
@@ -105,15 +101,13 @@ class TicketBuilder:
         # A model with recurrent states moves them between blocks when a request ends, so there the blocks are held from
         # the end on. Such a prefill is always capped at one token (`leave_out`): it ends with its prompt.
         self._holds_early = not context.local.has_states
-        self._unsettled = UnsettledRequests(max_steps)
-        self._unsound = UnsoundRequests(context.requests, context.blocks)
+        self._take_backs = take_backs
         # What every step looks at, so not all requests are looked at for it.
         self._prefills: dict[EngineRequest, _Prefill] = {}
 
     def admitted(self, entry: EngineRequest) -> None:
         """The request is scheduled, for the first time or again, and its lease has a slot."""
-        self._unsettled.admitted(entry)
-        self._unsound.admitted(entry)
+        self._take_backs.admitted(entry)
         lease = self._leases.running(entry.request_id)
         if lease is None:
             self.directory.over(entry.request_id, "no_lease")
@@ -147,10 +141,7 @@ class TicketBuilder:
             preempted: requests whose blocks were freed since the last step.
             loads: whether another connector loads within this step.
         """
-        self._unsettled.begin_step(loads=loads)
-        if self._unsettled.may_be_any:
-            self._note_unsettled(num_tokens)
-        for unsound in self._unsound.scheduled(num_tokens):
+        for unsound in self._take_backs.begin_step(num_tokens, loads=loads):
             self._give_up(unsound)
         for request_id in preempted:
             entry = self._requests.find(request_id)
@@ -169,46 +160,21 @@ class TicketBuilder:
                     entry, prefill, lease, computed, is_preempted=is_preempted
                 )
 
-    def may_take_back(self, blocks: Collection[int]) -> bool:
-        """True if vLLM may still take back what was computed in one of these blocks."""
-        if not self._unsettled.may_be_any:
-            return False
-        return any(self._unsettled.relying_on(frozenset(blocks)))
-
     def taken_back(self, invalid: set[int]) -> set[int]:
-        """vLLM has heard that these blocks were not filled, and has put back the counts of the requests that have them.
+        """vLLM has heard that these blocks were not filled: nothing that was computed from them may be read.
 
         Returns:
             These blocks, and what was computed from them.
-
-        Of requests that share such a block, vLLM has only one compute it again, and lets the others go on as if it were
-        done already. That one may be late, be preempted or aborted, so the others are served without a lease.
         """
-        not_filled = invalid.union(*self._unsettled.relying_on(invalid))
-        for entry in self._requests:
-            # The only group's: vLLM refuses such a report where there are more.
-            table = self._blocks.table(entry.request_id)[0]
-            first = first_of(invalid, table)
-            if first is None:
-                continue
-            not_filled.update(table[first:])
-            span = self._local.block_spans[0]
-            num_computed = entry.request.num_computed_tokens
-            if num_computed > first * span:
-                self._give_up(entry)
-                self._unsound.add(entry, num_computed // span)
+        taken = self._take_backs.has_come(invalid)
+        for unsound in taken.unsound:
+            self._give_up(unsound)
         for lease in self._leases.leases(LeaseState.HELD):
-            if not not_filled.isdisjoint(lease.block_ids):
+            if not taken.not_filled.isdisjoint(lease.block_ids):
                 self._leases.end(lease, "abandoned")
         # vLLM leaves the blocks in the prefix cache until they are computed again: later prompts would hit them.
-        self._blocks.forget_hits(not_filled)
-        return not_filled
-
-    def _note_unsettled(self, num_tokens: Mapping[str, int]) -> None:
-        for request_id in num_tokens:
-            entry = self._requests.find(request_id)
-            if entry is not None and self._unsettled.is_unsettled(entry):
-                self._unsettled.computes(entry, self._blocks.table(request_id)[0])
+        self._blocks.forget_hits(taken.not_filled)
+        return taken.not_filled
 
     def _advance(
         self,
@@ -234,7 +200,7 @@ class TicketBuilder:
             request.num_computed_tokens + num_tokens, request.num_prompt_tokens
         )
         # As long as vLLM may take back what the first step has computed, nothing is published and no ticket is given.
-        if not self._unsettled.is_unsettled(entry):
+        if not self._take_backs.is_unsettled(entry):
             self._issue_step(entry, prefill, lease, num_complete)
         is_incomplete = entry in self._prefills
         if is_incomplete and prefill.chain is not None:

@@ -14,9 +14,11 @@ they have computed from it. Those are *unsound* from then on, and so is every bl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
+from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
 from kvferry.connector.vllm.blocks import EngineBlocks
 
@@ -154,6 +156,94 @@ class UnsoundRequests:
                 filled.update(table[first:])
                 return entry
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBack:
+    """What vLLM has taken back.
+
+    Attributes:
+        not_filled: the blocks that were not filled, and what was computed from them.
+        unsound: requests that go on from them as if they were.
+    """
+
+    not_filled: set[int]
+    unsound: tuple[EngineRequest, ...]
+
+
+class TakeBacks:
+    """What vLLM may take back of what the requests of one engine compute, and what it has.
+
+    Args:
+        max_steps: the most steps in flight.
+    """
+
+    def __init__(self, context: SchedulerContext, max_steps: int) -> None:
+        self._requests = context.requests
+        self._blocks = context.blocks
+        # Of the only group: vLLM refuses a report of blocks that were not filled where there are more.
+        self._spans = context.local.block_spans
+        self._unsettled = UnsettledRequests(max_steps)
+        self._unsound = UnsoundRequests(context.requests, context.blocks)
+
+    def admitted(self, entry: EngineRequest) -> None:
+        """vLLM has allocated the first blocks of a request, for the first time or again."""
+        self._unsettled.admitted(entry)
+        self._unsound.admitted(entry)
+
+    def begin_step(
+        self, num_tokens: Mapping[str, int], *, loads: bool
+    ) -> tuple[EngineRequest, ...]:
+        """A step has been scheduled.
+
+        Args:
+            num_tokens: of each request.
+            loads: whether another connector loads within this step.
+
+        Returns:
+            The requests that have become unsound in it.
+        """
+        self._unsettled.begin_step(loads=loads)
+        if self._unsettled.may_be_any:
+            self._note_unsettled(num_tokens)
+        return self._unsound.scheduled(num_tokens)
+
+    def is_unsettled(self, entry: EngineRequest) -> bool:
+        """True if vLLM may still take tokens of a request back."""
+        return self._unsettled.is_unsettled(entry)
+
+    def may_come(self, blocks: Collection[int]) -> bool:
+        """True if vLLM may still take back what was computed in one of these blocks."""
+        if not self._unsettled.may_be_any:
+            return False
+        return any(self._unsettled.relying_on(frozenset(blocks)))
+
+    def has_come(self, invalid: set[int]) -> TakenBack:
+        """vLLM has heard that these blocks were not filled, and has put back the counts of the requests that have them.
+
+        Of requests that share such a block, vLLM has only one compute it again, and lets the others go on as if it were
+        done already. That one may be late, be preempted or aborted, so the others are unsound.
+        """
+        not_filled = invalid.union(*self._unsettled.relying_on(invalid))
+        unsound: list[EngineRequest] = []
+        for entry in self._requests:
+            table = self._blocks.table(entry.request_id)[0]
+            first = first_of(invalid, table)
+            if first is None:
+                continue
+            not_filled.update(table[first:])
+            span = self._spans[0]
+            num_computed = entry.request.num_computed_tokens
+            if num_computed > first * span:
+                self._unsound.add(entry, num_computed // span)
+                unsound.append(entry)
+        return TakenBack(not_filled, tuple(unsound))
+
+    def _note_unsettled(self, num_tokens: Mapping[str, int]) -> None:
+        for request_id in num_tokens:
+            entry = self._requests.find(request_id)
+            if entry is not None and self._unsettled.is_unsettled(entry):
+                self._unsettled.computes(entry, self._blocks.table(request_id)[0])
 
 
 def first_of(blocks: AbstractSet[int], table: Sequence[int]) -> int | None:
