@@ -221,16 +221,14 @@ class SchedulerSide:
         try:
             self.channel = SideChannel(
                 context,
-                facts_of(vllm_config, config),
-                config,
-                secrets,
-                allowed,
-                self.steps.poll,
+                self.steps,
                 self.queries,
                 directory,
                 prefixes if self._answers_prefix_queries else None,
-                wake=self.steps.wake,
-                load_listener=load_listener,
+                facts=facts_of(vllm_config, config),
+                config=config,
+                secrets=secrets,
+                allowed=allowed,
             )
         except BaseException:
             self.steps.close()

@@ -11,7 +11,7 @@ import collections
 import ipaddress
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvferry.connector.allowed_hosts import AllowedHosts, warn_of_trust
 from kvferry.connector.config import FerryConfig
@@ -19,8 +19,8 @@ from kvferry.connector.engine.local_engine import write_description
 from kvferry.connector.messages import workers_of
 from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
+from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.link.client import SideChannelClient
-from kvferry.link.load_notifier import LoadListener
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.prewarmer import PeerPrewarmer
 from kvferry.link.query_client import QueryClient
@@ -47,11 +47,11 @@ class SideChannel:
     """The listener of an engine that others read from; renewer, query client and prewarmer of one that reads.
 
     Args:
+        steps: polled on the listener's thread; woken when a producer has answered. Its load listener is received on the
+            client's thread.
+        directory, prefixes: what other engines query; None where no prefix of this engine may be read.
         facts: of this engine, for its description.
         allowed: hosts that this engine may connect to.
-        run_due: called by the listener's thread, twice a second or more.
-        wake: has the engine's loop look for reasons to step; thread-safe.
-        load_listener: hears when a worker has ended a load; received on the thread of this channel.
 
     Attributes:
         local: this engine.
@@ -67,17 +67,15 @@ class SideChannel:
     def __init__(
         self,
         context: SchedulerContext,
-        facts: ModelFacts,
-        config: FerryConfig,
-        secrets: Secrets,
-        allowed: AllowedHosts,
-        run_due: Callable[[], None],
+        steps: Steps,
         queries: PromptQueries,
         directory: PromptDirectory,
         prefixes: PrefixDirectory | None,
         *,
-        wake: Callable[[], None],
-        load_listener: LoadListener | None,
+        facts: ModelFacts,
+        config: FerryConfig,
+        secrets: Secrets,
+        allowed: AllowedHosts,
     ) -> None:
         self.local = context.local
         self.queries = queries
@@ -92,15 +90,15 @@ class SideChannel:
         self._leases = context.leases
         self._loads = context.loads
         self._counters = context.counters
-        self._wake = wake
+        self._steps = steps
         self._prewarmer: PeerPrewarmer | None = None
         self._is_prewarming = False
         self._prewarmed: collections.deque[Prewarm] = collections.deque()
         try:
             if self.local.is_read_from:
-                self.listener = self._listen(secrets, run_due, directory, prefixes)
+                self.listener = self._listen(secrets, directory, prefixes)
             if self.local.reads:
-                self._connect(config, secrets, allowed, load_listener)
+                self._connect(config, secrets, allowed)
         except BaseException:
             # The listener's thread would go on, and keep the port from the engine's next attempt to start.
             for part in (self.listener, self.renewer):
@@ -197,13 +195,13 @@ class SideChannel:
         config: FerryConfig,
         secrets: Secrets,
         allowed: AllowedHosts,
-        load_listener: LoadListener | None,
     ) -> None:
         """Start the client's thread, and give it all that it does for an engine that reads from others."""
         client = SideChannelClient(secrets, allowed)
         links = PeerLinks(client, self._counters)
         self.renewer = LeaseRenewer(links)
         warn_of_trust(allowed, secrets)
+        load_listener = self._steps.load_listener
         if load_listener is not None:
             # One more descriptor in a thread that waits for sockets anyway, in place of a thread.
             client.watch(load_listener.fileno(), load_listener.receive)
@@ -226,7 +224,6 @@ class SideChannel:
     def _listen(
         self,
         secrets: Secrets,
-        run_due: Callable[[], None],
         directory: PromptDirectory,
         prefixes: PrefixDirectory | None,
     ) -> SideChannelListener:
@@ -243,7 +240,7 @@ class SideChannel:
             self._counters,
             secrets,
             self._leases.clock,
-            run_due,
+            self._steps.poll,
             knows,
             directory,
             prefixes,
@@ -274,4 +271,4 @@ class SideChannel:
         """Called on the client's thread."""
         # A step takes it from here: the ledger is the step thread's. An idle engine is woken for that.
         self._prewarmed.append(producer)
-        self._wake()
+        self._steps.wake()
