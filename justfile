@@ -61,12 +61,12 @@ soak *options:
 
 # all benchmarks but the soak, then docs/performance.md: an hour on two cores, with nothing else running
 bench:
-    for name in plan step scale link relayout transfer handover stream engine_contact prefix prefix_step serve; do .venv/bin/python -m bench.$name; done
+    for name in plan step scale link connections relayout transfer handover stream engine_contact prefix prefix_step serve; do .venv/bin/python -m bench.$name; done
     .venv/bin/python -m bench.report
 
 # the same in small, for orientation: 10 minutes; writes bench/results/quick, publishes nothing
 bench-quick:
-    for name in plan step scale link relayout transfer handover stream engine_contact prefix prefix_step serve; do .venv/bin/python -m bench.$name --quick; done
+    for name in plan step scale link connections relayout transfer handover stream engine_contact prefix prefix_step serve; do .venv/bin/python -m bench.$name --quick; done
 
 # docs/performance.md and its charts anew from bench/results
 report:

@@ -34,6 +34,7 @@ COMMANDS = {
     "scale": "python -m bench.scale",
     "link": "python -m bench.link",
     "sleep": "python -m bench.sleep",
+    "connections": "python -m bench.connections",
     "relayout": "python -m bench.relayout",
     "plan": "python -m bench.plan",
     "soak": "python -m bench.soak --requests 50000",
