@@ -55,6 +55,7 @@ class _Prefill:
         cached_tokens: see `Answer`; vLLM's own count of it is gone when the request ends.
     """
 
+    entry: EngineRequest
     chain: GrowingChain | None
     is_refused: bool = False
     cached_tokens: int | None = None
@@ -121,7 +122,8 @@ class TicketBuilder:
             prompt = prompt_of(
                 entry.request, entry.request.num_prompt_tokens, self._local
             )
-            prefill = _Prefill(GrowingChain(prompt) if prompt is not None else None)
+            chain = GrowingChain(prompt) if prompt is not None else None
+            prefill = _Prefill(entry, chain)
             self._prefills[entry] = prefill
         prefill.cached_tokens = cached_tokens_of(entry.request)
 
@@ -156,9 +158,7 @@ class TicketBuilder:
             elif lease.state is LeaseState.COMPUTING:
                 computed = num_tokens.get(entry.request_id, 0)
                 is_preempted = entry.request_id in preempted
-                self._advance(
-                    entry, prefill, lease, computed, is_preempted=is_preempted
-                )
+                self._advance(prefill, lease, computed, is_preempted=is_preempted)
 
     def taken_back(self, invalid: set[int]) -> set[int]:
         """vLLM has heard that these blocks were not filled: nothing that was computed from them may be read.
@@ -178,7 +178,6 @@ class TicketBuilder:
 
     def _advance(
         self,
-        entry: EngineRequest,
         prefill: _Prefill,
         lease: ProducerLease,
         num_tokens: int,
@@ -186,6 +185,7 @@ class TicketBuilder:
         is_preempted: bool,
     ) -> None:
         """This step computes so many tokens of a prompt, or none."""
+        entry = prefill.entry
         request = entry.request
         stream = lease.stream
         if stream is not None:
@@ -201,7 +201,7 @@ class TicketBuilder:
         )
         # As long as vLLM may take back what the first step has computed, nothing is published and no ticket is given.
         if not self._take_backs.is_unsettled(entry):
-            self._issue_step(entry, prefill, lease, num_complete)
+            self._issue_step(prefill, lease, num_complete)
         is_incomplete = entry in self._prefills
         if is_incomplete and prefill.chain is not None:
             # A step ahead: then the last step, which needs all of them, has few to make.
@@ -210,13 +210,10 @@ class TicketBuilder:
             )
 
     def _issue_step(
-        self,
-        entry: EngineRequest,
-        prefill: _Prefill,
-        lease: ProducerLease,
-        num_complete: int,
+        self, prefill: _Prefill, lease: ProducerLease, num_complete: int
     ) -> None:
         """So many tokens of a prompt are complete when this step has ended, and vLLM will take none of them back."""
+        entry = prefill.entry
         request = entry.request
         stream = lease.stream
         was_complete = request.num_computed_tokens >= request.num_prompt_tokens
@@ -225,21 +222,20 @@ class TicketBuilder:
             return
         is_complete = num_complete == request.num_prompt_tokens
         if stream is None and not is_complete:
-            stream = self._begin_stream(entry, prefill, lease)
+            stream = self._begin_stream(prefill, lease)
         is_held = is_complete and self._holds_early
         if stream is not None:
             table = self._blocks.table(entry.request_id)
             self._publish(lease, stream, table, num_complete, is_last=is_held)
         if is_held:
             del self._prefills[entry]
-            self._issue_early(entry, prefill, lease)
+            self._issue_early(prefill, lease)
 
-    def _issue_early(
-        self, entry: EngineRequest, prefill: _Prefill, lease: ProducerLease
-    ) -> None:
+    def _issue_early(self, prefill: _Prefill, lease: ProducerLease) -> None:
         """Hold the blocks of a prompt that this step completes, and give its ticket."""
         # Not at the request's end. By then a prefill that answers more than one token has blocks of the answer, which
         # the decoder's prompt lacks, and vLLM has freed what has left a window since.
+        entry = prefill.entry
         num_tokens = entry.request.num_prompt_tokens
         block_ids = self._blocks.table(entry.request_id)
         params = self.builder.build(
@@ -252,18 +248,18 @@ class TicketBuilder:
             entry.request_id, worker_blocks, distinct_blocks(block_ids)
         )
         entry.ticket = (params, lease)
-        self._give_ticket(entry, prefill, params, lease)
+        self._give_ticket(prefill, params, lease)
 
     # Streams.
 
     def _begin_stream(
-        self, entry: EngineRequest, prefill: _Prefill, lease: ProducerLease
+        self, prefill: _Prefill, lease: ProducerLease
     ) -> PublishedStream | None:
         """Give a consumer that has queried the prompt a ticket for what is computed of it."""
-        request = entry.request
+        request = prefill.entry.request
         if prefill.is_refused or prefill.chain is None:
             return None
-        queried = self.directory.waiting(entry.request_id)
+        queried = self.directory.waiting(request.request_id)
         if queried is None:
             return None
         stream: PublishedStream | None = None
@@ -284,7 +280,7 @@ class TicketBuilder:
         prefill.chain.know(queried.digests, request.num_prompt_tokens)
         digests = prefill.digests(request.num_prompt_tokens)
         params = self.builder.build_stream(request, lease, stream.row, digests)
-        self._give_ticket(entry, prefill, params, lease)
+        self._give_ticket(prefill, params, lease)
         return stream
 
     def _publish(
@@ -302,16 +298,12 @@ class TicketBuilder:
         self._leases.streams.publish(lease, stream, num_tokens, blocks)
 
     def _give_ticket(
-        self,
-        entry: EngineRequest,
-        prefill: _Prefill,
-        params: RemotePrefill,
-        lease: ProducerLease,
+        self, prefill: _Prefill, params: RemotePrefill, lease: ProducerLease
     ) -> None:
         """For a prompt that this step, or a later one, completes."""
         ticket = sign_early(params, self._local.memory.mac_key, OPENS_WITHIN_S)
         self.directory.ticket(
-            entry.request_id, ticket, lease, cached_tokens=prefill.cached_tokens
+            prefill.entry.request_id, ticket, lease, cached_tokens=prefill.cached_tokens
         )
 
     # The end.
