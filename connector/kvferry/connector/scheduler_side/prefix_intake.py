@@ -184,6 +184,7 @@ class PrefixIntake:
         is_own_host = one_spelling(host) == one_spelling(self._local.host)
         if is_own_host and port == self._local.port:
             return "local_engine", "the source is this engine itself"
+        # The operator has named the configured ones; a client can name any.
         if producer in self._configured:
             why = self._trusted.why_not(host)
         else:
@@ -203,9 +204,10 @@ class PrefixIntake:
         self._counters.sample("prefix_wait_s", now_s - search.begun_s)
         source = search.best
         if source is None:
+            # A later version of the answerer may have other reasons: they must not become labels of metrics.
             reason = search.reason
             if reason not in KNOWN_REFUSALS:
-                reason = "no_prefix"  # of a later version of the answerer
+                reason = "no_prefix"
             self._not_pulled(entry, reason, "no source has it")
             return
         refused = self._why_not_accepted(entry.request, search, source)
@@ -222,11 +224,13 @@ class PrefixIntake:
             return "local_engine"
         if self._trusted.why_not(source.remote_host) is not None:
             return "host_not_allowed"
+        # With a row it is not computed yet: a wait of unknown length, which the estimate does not know.
         if source.kvferry.stream_row is not None:
-            return "invalid_answer"  # it is not computed yet
+            return "invalid_answer"
+        # The weights or the adapter may have changed while it waited: what was asked for is of the old ones.
         now = prompt_of(request, search.most_tokens, self._local)
         if now is None or not _has_same_model(now, search.chain.prompt):
-            return "reset"  # the weights or the adapter have changed while it waited
+            return "reset"
         if len(source.kvferry.held_from) != len(self._local.groups):
             return "invalid_answer"
         is_reached = self._local.windows_reach(
@@ -235,7 +239,9 @@ class PrefixIntake:
             source.remote_num_tokens,
             request.num_prompt_tokens,
         )
-        return None if is_reached else "window_edge"
+        if not is_reached:
+            return "window_edge"
+        return None
 
     def _offer(
         self,
@@ -249,6 +255,7 @@ class PrefixIntake:
         shared = search.chain.shared_tokens(source.kvferry.digests, num_tokens)
         if self._local.is_all_or_nothing and shared < num_tokens:
             shared = 0
+        # By who has answered, not by the address in the ticket: that one is the peer's own word.
         producer = search.best_from or _address_of(source)
         min_tokens = self.estimate.least_tokens(producer, now_s) or search.min_tokens
         if 0 < shared < min_tokens:
@@ -292,7 +299,10 @@ class PrefixIntake:
     def _not_pulled(self, entry: EngineRequest, reason: str, detail: str) -> None:
         self._counters.add("prefixes_not_pulled", reason)
         self._tracing.prefix_not_pulled(entry.request, reason)
-        level = logging.WARNING if reason in _OPERATORS_FAULT else logging.DEBUG
+        # A prefix that is not there is ordinary, and a line for each request would hide the rest.
+        level = logging.DEBUG
+        if reason in _OPERATORS_FAULT:
+            level = logging.WARNING
         logger.log(
             level,
             "req=%s: its prefix is computed here (%s): %s",
