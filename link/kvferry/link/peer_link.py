@@ -62,6 +62,45 @@ class Message:
     amount: int = 1
 
 
+class WaitingMessages:
+    """The messages of one link that wait for its connection.
+
+    Attributes:
+        all_left: set while none waits.
+    """
+
+    def __init__(self) -> None:
+        self.all_left = asyncio.Event()
+        self.all_left.set()
+        self._messages: deque[Message] = deque()
+        self._until_s: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def put(self, message: Message) -> bool:
+        """Add a message. False if too many wait already."""
+        if len(self._messages) >= limits.QUEUED_MESSAGES:
+            return False
+        self._messages.append(message)
+        self.all_left.clear()
+        return True
+
+    def take(self) -> list[Message]:
+        """All of them; none waits then."""
+        messages = list(self._messages)
+        self._messages.clear()
+        self._until_s = None
+        self.all_left.set()
+        return messages
+
+    def left_s(self, now_s: float) -> float:
+        """Time that they still wait for a closed port, from the first call on: its engine may be about to listen."""
+        if self._until_s is None:
+            self._until_s = now_s + limits.CONNECT_S
+        return self._until_s - now_s
+
+
 class Subscriber(Protocol):
     """Who queries a peer (`QueryClient`). Its link is told what it wants, and tells it what happens.
 
@@ -146,7 +185,7 @@ class PeerLinks:
         return link
 
     async def _sent(self) -> None:
-        waiting = [link.has_sent.wait() for link in self._by_address.values()]
+        waiting = [link.messages.all_left.wait() for link in self._by_address.values()]
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.gather(*waiting), limits.LAST_WAIT_S)
 
@@ -171,27 +210,25 @@ class PeerLink:
         subscriber: who queries it. It calls `update` whenever what it wants has changed.
         is_static: whether the operator has configured this peer: then it is connected all the time, without a slot.
             Whoever changes it calls `update`.
-        has_sent: set while no message waits for a connection.
+        messages: those that wait for a connection.
     """
 
     def __init__(self, links: PeerLinks, address: Address) -> None:
         self.address = address
         self.subscriber: Subscriber | None = None
         self.is_static = False
-        self.has_sent = asyncio.Event()
-        self.has_sent.set()
+        self.messages = WaitingMessages()
         self._links = links
         self._task: asyncio.Task[None] | None = None
         self._peer: ConnectedPeer | None = None
-        # What waits for a connection.
-        self._messages: deque[Message] = deque()
-        self._boot = ""  # of the last message
+        # Of the last message.
+        self._boot = ""
+        # Who waits for a connection.
         self._made: asyncio.Future[ConnectedPeer] | None = None
         # Of an attempt.
         self._kind = TurnKind.NAMED
         self._waits_for_turn = False
         self._failures = 0  # in a row
-        self._until_s: float | None = None
         self._is_refused = False
 
     @property
@@ -224,14 +261,12 @@ class PeerLink:
             self._links.counters.add("side_channel_errors")
         elif peer is not None:
             self._send(peer, message)
-        elif len(self._messages) >= limits.QUEUED_MESSAGES:
+        elif self.messages.put(message):
+            self.update()
+        else:
             self._links.failed(
                 self.address, "too many messages wait for its connection"
             )
-        else:
-            self._messages.append(message)
-            self.has_sent.clear()
-            self.update()
 
     async def connected(self) -> ConnectedPeer:
         """The peer; waits for the next attempt to end if it is not connected. One caller at a time.
@@ -250,7 +285,7 @@ class PeerLink:
         return self.subscriber is not None and self.subscriber.has_queries
 
     def _is_wanted(self) -> bool:
-        return bool(self._messages) or self._has_queries() or self.is_static
+        return bool(self.messages) or self._has_queries() or self.is_static
 
     def _is_needed(self) -> bool:
         is_needed = self.subscriber is not None and self.subscriber.is_needed
@@ -264,7 +299,7 @@ class PeerLink:
         return Use.NONE
 
     def _wanted_kind(self) -> TurnKind:
-        if self._messages:
+        if self.messages:
             return TurnKind.MESSAGE
         if self.subscriber is not None and self.subscriber.is_sibling:
             return TurnKind.SIBLING
@@ -281,7 +316,7 @@ class PeerLink:
         self._start()
 
     def _give_up_slot(self) -> None:
-        if self._is_needed() or self._messages:
+        if self._is_needed() or self.messages:
             # Its host has more queries than its share: it waits for its turn. Or it was connected before it was static,
             # or its connection has just ended, and messages wait for the next.
             if self._peer is not None:
@@ -349,16 +384,16 @@ class PeerLink:
         is_closed_port = isinstance(failed, NothingListens)
         why = str(failed)
         delay_s = self._delay_s()
-        num_messages = len(self._messages)
-        if self._messages and is_closed_port:
-            left_s = self._left_s()
+        num_messages = len(self.messages)
+        if self.messages and is_closed_port:
+            left_s = self.messages.left_s(asyncio.get_running_loop().time())
             delay_s = min(delay_s, left_s)
             why = f"did not answer within {limits.CONNECT_S:g} s: nothing listens there"
             if left_s <= 0:
-                self._take_messages()
+                self.messages.take()
         else:
-            self._take_messages()
-        has_dropped = num_messages > len(self._messages)
+            self.messages.take()
+        has_dropped = num_messages > len(self.messages)
         self._is_refused = isinstance(failed, PeerRefused)
         if self._is_refused:
             delay_s = limits.REFUSED_S
@@ -380,20 +415,6 @@ class PeerLink:
     def _delay_s(self) -> float:
         self._failures += 1
         return limits.RETRY.delay_s(self._failures)
-
-    def _left_s(self) -> float:
-        """Time that messages still wait for a closed port: its engine may be about to listen."""
-        now_s = asyncio.get_running_loop().time()
-        if self._until_s is None:
-            self._until_s = now_s + limits.CONNECT_S
-        return self._until_s - now_s
-
-    def _take_messages(self) -> list[Message]:
-        messages = list(self._messages)
-        self._messages.clear()
-        self._until_s = None
-        self.has_sent.set()
-        return messages
 
     async def _connect_and_hold(self) -> None:
         """Connect, and return when the connection has ended.
@@ -449,7 +470,7 @@ class PeerLink:
     def _begin(self, peer: ConnectedPeer) -> None:
         """It is connected: send what waits, and tell all who wait."""
         self._peer = peer
-        for message in self._take_messages():
+        for message in self.messages.take():
             self._send(peer, message)
         if self._made is not None and not self._made.done():
             self._made.set_result(peer)
