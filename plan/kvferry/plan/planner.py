@@ -172,7 +172,8 @@ def _plan(
             # Mapped memory needs no pool. Whether it can be mapped is known when it is.
             if index not in mappable:
                 raise
-            slices, sources = place_mapped(parts, bundles), ()
+            slices = place_mapped(parts, bundles)
+            sources = ()
             unless_mapped = refused.reasons
         route = Route(
             worker=index,

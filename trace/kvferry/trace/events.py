@@ -42,7 +42,9 @@ class Phase(str, enum.Enum):
 
     def __new__(cls, value: str, label: str, meaning: str) -> Phase:
         member = str.__new__(cls, value)
-        member._value_, member.label, member.meaning = value, label, meaning
+        member._value_ = value
+        member.label = label
+        member.meaning = meaning
         return member
 
     def __str__(self) -> str:
