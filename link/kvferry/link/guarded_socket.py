@@ -70,11 +70,9 @@ class GuardedSocket:
             self._socket = listening_socket(self._context, host, max_bytes, secrets)
             self._connections = AcceptedConnections(self._socket, counters)
             undo.callback(self._connections.close)
-            self._curve_auth = (
-                CurveAuth(self._context, secrets, self._connections)
-                if secrets
-                else None
-            )
+            self._curve_auth: CurveAuth | None = None
+            if secrets:
+                self._curve_auth = CurveAuth(self._context, secrets, self._connections)
             self._socket.bind(channel_address(host, port))
             undo.pop_all()
         self._served: dict[zmq.Socket[bytes] | int, Callable[[], None]] = {
@@ -103,7 +101,8 @@ class GuardedSocket:
         rest_s = self._check_again_s - time.monotonic()
         if rest_s > 0:
             rest_ms = math.ceil(rest_s * 1000)
-            timeout_ms = rest_ms if timeout_ms is None else min(timeout_ms, rest_ms)
+            if timeout_ms is None or timeout_ms > rest_ms:
+                timeout_ms = rest_ms
             self._poller.register(arrivals, 0)
         else:
             self._poller.register(arrivals, zmq.POLLIN)

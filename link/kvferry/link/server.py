@@ -235,9 +235,9 @@ class SideChannelListener:
             self._socket.close()
             os.close(self._wakeup)
             raise
-        secured = (
-            f"with secret {secrets[0].fingerprint}" if secrets else "without a secret"
-        )
+        secured = "without a secret"
+        if secrets:
+            secured = f"with secret {secrets[0].fingerprint}"
         logger.info(
             "side channel listens on %s %s",
             channel_address(self.address, port),
@@ -367,9 +367,9 @@ class SideChannelListener:
         )
         num_unknown = len(message.leases) - len(known)
         if num_unknown:
-            metric = (
-                "renewals_unknown" if isinstance(message, Renew) else "releases_unknown"
-            )
+            metric = "releases_unknown"
+            if isinstance(message, Renew):
+                metric = "renewals_unknown"
             self._counters.add(metric, amount=num_unknown)
             message = msgspec.structs.replace(message, leases=known)
         if known and not self.inbox.put(message, self._wind()):
@@ -392,7 +392,8 @@ class SideChannelListener:
             return _refused("engine_id", hello.engine_id, description.engine_id)
         self.has_query_clients |= hello.queries_prompts
         answer = parts.answer(hello.at)
-        if not hello.at:  # a later part belongs to a handshake that is counted already
+        # A later part belongs to a handshake that is counted already.
+        if not hello.at:
             self._counters.add("handshakes_served")
             logger.debug("side channel: described this engine to %s", hello.client_id)
         return answer
