@@ -143,6 +143,8 @@ class TransferThread:
         self._device = memory.caches.device
         self._thread = self._new_thread()
 
+    # For the engine's threads.
+
     @property
     def is_running(self) -> bool:
         """Whether the thread has started and not ended."""
@@ -244,6 +246,8 @@ class TransferThread:
         self._load_notifier.close()
         return True
 
+    # The thread.
+
     def _new_thread(self) -> threading.Thread:
         return threading.Thread(
             target=self._run, args=(self._device,), name="kvferry-transfer", daemon=True
@@ -258,6 +262,33 @@ class TransferThread:
                 self._log_errors(self._end_if_quiet, self._withdrawal)
             self.results.turned_s = time.monotonic()
         self._wind_up()
+
+    def _log_errors(
+        self, part: Callable[P, bool | None], *args: P.args, **kwargs: P.kwargs
+    ) -> bool:
+        """Do one part of the work. Any exception is logged; the thread continues with the other parts."""
+        # Part by part: one that always fails, such as a fabric that gives no notifications, would keep all others from
+        # their turn.
+        try:
+            return bool(part(*args, **kwargs))
+        except Exception:  # noqa: BLE001 - shown, with its traceback
+            internal_errors.log("the transfer thread goes on")
+            return False
+
+    def _wind_up(self) -> None:
+        """End all leases and loads before the memory goes back to the engine."""
+        self._table.clear()
+        unsafe = self.runner.stop()
+        end_s = time.monotonic() + _LAST_READS_S
+        while unsafe and time.monotonic() < end_s:
+            unsafe = [load for load in unsafe if not load.settle()]
+            time.sleep(MAX_BACKOFF_S)
+        if unsafe:
+            logger.warning(
+                "closed while reads of %d loads may still write", len(unsafe)
+            )
+
+    # A withdrawal: the thread ends once nothing can write any more.
 
     def _begin_withdrawal(self, withdrawal: Withdraw) -> None:
         self._withdrawal = withdrawal
@@ -303,30 +334,7 @@ class TransferThread:
             writing.append("a copy of blocks to host memory")
         return writing
 
-    def _log_errors(
-        self, part: Callable[P, bool | None], *args: P.args, **kwargs: P.kwargs
-    ) -> bool:
-        """Do one part of the work. Any exception is logged; the thread continues with the other parts."""
-        # Part by part: one that always fails, such as a fabric that gives no notifications, would keep all others from
-        # their turn.
-        try:
-            return bool(part(*args, **kwargs))
-        except Exception:  # noqa: BLE001 - shown, with its traceback
-            internal_errors.log("the transfer thread goes on")
-            return False
-
-    def _wind_up(self) -> None:
-        """End all leases and loads before the memory goes back to the engine."""
-        self._table.clear()
-        unsafe = self.runner.stop()
-        end_s = time.monotonic() + _LAST_READS_S
-        while unsafe and time.monotonic() < end_s:
-            unsafe = [load for load in unsafe if not load.settle()]
-            time.sleep(MAX_BACKOFF_S)
-        if unsafe:
-            logger.warning(
-                "closed while reads of %d loads may still write", len(unsafe)
-            )
+    # Messages.
 
     def _take_messages(self) -> None:
         """Wait for a message, no longer than `_wait_s`, and carry out all there are."""
@@ -359,6 +367,8 @@ class TransferThread:
             case Signal.WAKE:
                 # The turn that follows looks for work.
                 pass
+
+    # How long to wait.
 
     def _is_idle(self) -> bool:
         """Whether nothing is left to do but the expiry of unused peers."""
@@ -394,6 +404,8 @@ class TransferThread:
         if self.runner.closing() or self.registry.closing() or self.reader.refused():
             pauses_s.append(QUARANTINE_POLL_S)
         return min(pauses_s, default=None)
+
+    # A step's orders.
 
     def _carry_out(self, ordered: StepOrdered) -> None:
         try:
@@ -448,6 +460,8 @@ class TransferThread:
         with self.results as results:
             results.counts["lost_orders"] += 1
             results.failed.update(dict.fromkeys(head.loads, FailureReason.ORDERS))
+
+    # A turn.
 
     def _step(self) -> None:
         """One turn of the thread: every part of the work once."""
