@@ -249,7 +249,8 @@ def test_with_all_rows_used_a_prompt_is_read_when_it_is_complete(make: Any) -> N
     )
     assert ticket(producer).kvferry.stream_row is None
     for other in others:
-        streams.over(other)
+        assert other.stream is not None
+        streams.end(other, other.stream)
     producer.step()
     assert producer.engine.counted("streams_refused", "rows") == 1
 

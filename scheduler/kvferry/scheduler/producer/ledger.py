@@ -415,7 +415,8 @@ class ProducerLedger:
         self._requests.drop_if_over(record)
         if lease.state is not LeaseState.INTENDED:
             self.slots.give_back(lease)
-            self.streams.over(lease)
+        if lease.stream is not None:
+            self.streams.end(lease, lease.stream)
         if lease.use is LeaseUse.PREFIX:
             self.num_prefixes -= 1
             self.num_prefix_blocks -= len(lease.block_ids)

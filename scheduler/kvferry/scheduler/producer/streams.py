@@ -100,8 +100,7 @@ class PublishedStreams:
         self._orders.opens.append(order)
         self._counters.add("stream_restarts")
 
-    def over(self, lease: ProducerLease) -> None:
+    def end(self, lease: ProducerLease, stream: PublishedStream) -> None:
         """The lease is over: its row is free."""
-        if lease.stream is not None:
-            self.free_rows.append(lease.stream.row)
-            lease.stream = None
+        self.free_rows.append(stream.row)
+        lease.stream = None
