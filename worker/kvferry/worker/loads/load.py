@@ -36,9 +36,9 @@ from kvferry.worker.loads.reading import (
     Units,
     WholeRead,
 )
-from kvferry.worker.loads.record import LoadRecord, Stage
+from kvferry.worker.loads.record import LoadRecord, LoadStory, Stage
 from kvferry.worker.loads.slot_polls import Wait
-from kvferry.worker.loads.state import LoadState, LoadStory
+from kvferry.worker.loads.state import LoadState
 from kvferry.worker.peers.peer import Peer
 from kvferry.worker.peers.registry import Unavailable
 from kvferry.worker.staging.pool import Wave

@@ -1,4 +1,4 @@
-"""The record of one load: all that metrics, traces and logs say of it."""
+"""The record of one load, all that metrics, traces and logs say of it; and its story, which its errors tell."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import msgspec
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.transitions import TableEnum
 from kvferry.worker.fabric.port import TransferTelemetry
+from kvferry.worker.loads.state import LoadEvent
 from kvferry.worker.peers.peer import PeerKey
 
 
@@ -116,3 +117,43 @@ class LoadRecord(msgspec.Struct, kw_only=True):
             lasted_s[stage] = ended_s - begun_s
             begun_s = ended_s
         return lasted_s
+
+
+_STORY_EVENTS = 12
+"""Transitions that a story keeps: a streamed load is parked once a step of its producer, hundreds of times in all."""
+
+
+class LoadStory:
+    """The last events of one load and their times, for error texts and the log.
+
+    The ends of stages are taken from the record when the story is told, so they cost nothing while the load runs.
+    """
+
+    __slots__ = ("_events", "_forgotten", "_record")
+
+    def __init__(self, record: LoadRecord) -> None:
+        self._record = record
+        self._events: list[tuple[LoadEvent, float]] = []
+        self._forgotten = 0
+
+    def add(self, event: LoadEvent, now_s: float) -> None:
+        """An event has happened now, by the record's clock."""
+        if len(self._events) == _STORY_EVENTS:
+            del self._events[0]
+            self._forgotten += 1
+        self._events.append((event, now_s))
+
+    def __str__(self) -> str:
+        """For example `begin 0.1 ms, connecting ended 0.2 ms, park 0.9 ms, failed 60001.0 ms`, since the order."""
+        ended_s = self._record.ended_s
+        events = [(at_s, f"{stage.value} ended") for stage, at_s in ended_s.items()]
+        events += [(at_s, event.value) for event, at_s in self._events]
+        # By time alone: a stage that ends with a transition stands before it.
+        events.sort(key=lambda event: event[0])
+        parts = [
+            f"{text} {(at_s - self._record.ordered_s) * 1e3:.1f} ms"
+            for at_s, text in events
+        ]
+        if self._forgotten:
+            parts.insert(0, f"{self._forgotten} earlier events")
+        return ", ".join(parts) or "no event since its order"
