@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -107,6 +111,51 @@ def test_answers_that_one_call_does_not_take_are_a_reason(
     assert steps_of(engine).reason() is StepReason.ANSWERS
     assert not engine.connector.has_pending_push_work()
     assert steps_of(engine).reason() is None
+
+
+def test_the_loop_is_told_of_an_answer_that_comes_while_it_takes_the_one_before(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It rests when it has taken that one, which may be between any two lines."""
+    engine = make_engine("kv_consumer")
+    queries = engine.connector.scheduler_side.queries
+    told: list[str] = []
+    monkeypatch.setattr(EngineLoop, "notify", lambda _: told.append("news"))
+
+    def take_all() -> None:
+        assert not list(queries.take_found(lambda tokens: 0.0))
+        told.clear()
+
+    for line in range(4):
+        queries.on_found(("127.0.0.1", 1), _queued(1))
+        with before_line(line, "on_found", take_all):
+            queries.on_found(("127.0.0.1", 1), _queued(2))
+        assert told or not queries.has_answers
+        take_all()
+
+
+@contextmanager
+def before_line(number: int, function: str, call: Callable[[], None]) -> Iterator[None]:
+    """Call something, once, before a function executes its line of this number."""
+    lines: list[int] = []
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_name == function and event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == number + 1:
+                call()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _queued(number: int) -> Answer:
+    return Answer(number=number, progress=PromptProgress.QUEUED)
 
 
 def test_a_producer_that_has_answered_is_a_reason(make_engine: Any) -> None:

@@ -171,9 +171,9 @@ class PromptQueries:
 
     def on_found(self, producer: Producer, answer: Answer) -> None:
         """Called on the side channel's thread."""
-        is_first = not self._found
         self._found.append((producer, answer))
-        if is_first:
+        # Counted after it is there, since there is no lock: the loop may take the others at any moment, and sleep.
+        if len(self._found) == 1:
             self._loop.notify()
 
     def wait_for_search(self, entry: EngineRequest) -> None:
