@@ -165,6 +165,14 @@ def test_a_new_version_under_the_same_name_is_trusted_when_the_old_ones_blocks_a
     )
 
 
+def test_files_that_are_none_of_an_adapter_raise_nothing(tmp_path: Path) -> None:
+    """It is asked within a step of the engine, for requests that have nothing to do with another engine, too."""
+    path = adapter(tmp_path / "adapter")
+    (path / "adapter_model.safetensors").unlink()
+    (path / "adapter_model.safetensors").mkdir()
+    assert content(path).startswith("unknown")
+
+
 def test_what_has_not_changed_is_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

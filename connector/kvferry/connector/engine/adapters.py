@@ -128,7 +128,7 @@ class Adapters:
             return None
         try:
             digest = self._digest(path, directory)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - asked within a step, which must not end the engine
             logger.debug("adapter %s: %r", path, error)
             return None
         if digest is None:
@@ -139,7 +139,7 @@ class Adapters:
         """The digest of an adapter's files, read again only if their stamp has changed; None without weights.
 
         Raises:
-            OSError: a file cannot be read.
+            Exception: a file cannot be read, is gone again, or has another content than an adapter's.
         """
         stamp = _stamp(directory)
         if not stamp:
