@@ -165,6 +165,21 @@ def test_a_new_version_under_the_same_name_is_trusted_when_the_old_ones_blocks_a
     )
 
 
+def test_a_content_that_comes_back_is_not_trusted_before_the_other_ones_blocks_are_gone(
+    tmp_path: Path,
+) -> None:
+    """Blocks of both are cached under one name: which of them vLLM hits is not known."""
+    path, adapters = adapter(tmp_path / "adapter"), Adapters()
+    first = content(path, adapters, load_inplace=True)
+    for fill in (2, 3):
+        adapter(path, fill=fill)
+        assert content(path, adapters, load_inplace=True).startswith("unknown")
+    adapter(path)
+    assert content(path, adapters, load_inplace=True).startswith("unknown")
+    adapters.reset()
+    assert content(path, adapters, load_inplace=True) == first
+
+
 def test_files_that_are_none_of_an_adapter_raise_nothing(tmp_path: Path) -> None:
     """It is asked within a step of the engine, for requests that have nothing to do with another engine, too."""
     path = adapter(tmp_path / "adapter")

@@ -109,6 +109,8 @@ class Adapters:
             # content until the cache is emptied, or blocks of the old one would be served under the new digest.
             cached = self._by_name.setdefault(name, content)
             if content != cached:
+                # Also if the content of before comes back: blocks of this one are cached by then.
+                self._by_name[name] = self._unknown
                 return self._report(
                     name,
                     "it has changed, and blocks of before are cached; reset the prefix cache",
