@@ -174,10 +174,12 @@ def test_a_content_that_comes_back_is_not_trusted_before_the_other_ones_blocks_a
     for fill in (2, 3):
         adapter(path, fill=fill)
         assert content(path, adapters, load_inplace=True).startswith("unknown")
+        assert adapters.num_replaced == 1
     adapter(path)
     assert content(path, adapters, load_inplace=True).startswith("unknown")
     adapters.reset()
     assert content(path, adapters, load_inplace=True) == first
+    assert adapters.num_replaced == 1
 
 
 def test_files_that_are_none_of_an_adapter_raise_nothing(tmp_path: Path) -> None:

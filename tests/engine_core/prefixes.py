@@ -100,7 +100,9 @@ def asking(node: Node) -> Iterator[Asker]:
         yield Asker(node, socket)
 
 
-def compute(node: Node, name: str, prompt: Sequence[int], count: int = 1) -> list[int]:
+def compute(
+    node: Node, name: str, prompt: Sequence[int], count: int = 1, **request: Any
+) -> list[int]:
     """A request of the node's own, without params. Returns its tokens."""
-    node.engine.add(name, prompt, max_tokens=count)
+    node.engine.add(name, prompt, max_tokens=count, **request)
     return node.answer(name).tokens

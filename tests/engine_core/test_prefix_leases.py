@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from kvferry.protocol.prompt_queries import PromptProgress
 from kvferry.scheduler.producer import deadlines
 from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
+from tests.connector.test_adapters import adapter, content, request
 from tests.engine_core.prefixes import (
     LONG,
     Asker,
@@ -460,6 +463,38 @@ def test_other_weights_forget_what_was_listed(
         node.until(asker.has_answer)
         assert asker.receive().reason == "no_prefix"
         assert asker.ask(query_of(PROMPT, 2)).reason == "no_prefix"
+
+
+@promise(1)
+def test_another_content_of_an_adapter_forgets_what_was_listed(
+    make: Any, tmp_path: Path
+) -> None:
+    """vLLM fills blocks of the new one under the hashes of before."""
+    node = make("kv_both", **LONG)
+    path = adapter(tmp_path / "adapter")
+    with_first = functools.partial(Prompt, lora=content(path))
+    with asking(node) as asker:
+        compute(node, "first", PROMPT, lora_request=request(path))
+        asker.ticket(query_of(PROMPT, 1, make_prompt=with_first))
+        release(node, *held(node))
+        node.until(lambda: node.engine.is_whole)
+        # By an operator who does not know of the connector: it is not told.
+        assert node.engine.scheduler.reset_prefix_cache()
+        adapter(path, fill=2)
+        compute(node, "second", PROMPT, lora_request=request(path, number=2))
+        query = query_of(PROMPT, 2, make_prompt=with_first)
+        assert asker.ask(query).reason == "no_prefix"
+
+
+def test_a_prompt_is_not_listed_whose_adapter_may_change_in_any_step(
+    make: Any, tmp_path: Path
+) -> None:
+    node = make("kv_both", **LONG)
+    path = adapter(tmp_path / "adapter")
+    compute(node, "own", PROMPT, lora_request=request(path, load_inplace=True))
+    with_it = functools.partial(Prompt, lora=content(path))
+    with asking(node) as asker:
+        assert asker.ask(query_of(PROMPT, make_prompt=with_it)).reason == "no_prefix"
 
 
 def test_a_sleep_forgets_what_was_listed(make: Any) -> None:

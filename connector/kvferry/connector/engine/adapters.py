@@ -49,9 +49,14 @@ class Adapters:
     Args:
         scope: the options that change what an adapter does; engines with other options share none.
         has_prefix_cache: whether blocks of an adapter's earlier content may be used again.
+
+    Attributes:
+        num_replaced: how often an adapter was found to have another content than before, under a name by which blocks
+            of both are cached.
     """
 
     def __init__(self, scope: str = "", *, has_prefix_cache: bool = True) -> None:
+        self.num_replaced = 0
         self._scope = scope
         self._has_prefix_cache = has_prefix_cache
         self._unknown = f"unknown:{secrets.token_hex(16)}"
@@ -109,6 +114,8 @@ class Adapters:
             # content until the cache is emptied, or blocks of the old one would be served under the new digest.
             cached = self._by_name.setdefault(name, content)
             if content != cached:
+                if cached != self._unknown:
+                    self.num_replaced += 1
                 # Also if the content of before comes back: blocks of this one are cached by then.
                 self._by_name[name] = self._unknown
                 return self._report(

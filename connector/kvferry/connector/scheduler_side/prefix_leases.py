@@ -19,6 +19,7 @@ import secrets
 from collections import deque
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.drain import Drain
@@ -33,6 +34,9 @@ from kvferry.scheduler.producer.prefix_directory import (
     PrefixDirectory,
     QueriedPrefix,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +97,7 @@ class PrefixLeases:
         self._directory = directory
         self._taking: deque[_Taking] = deque()
         self._num_taken = 0
-        self._weights = ""
+        self._model = ("", 0)
         # A client chooses the ids of requests, and must not choose that of a lease.
         self._name = f"prefix-{secrets.token_hex(8)}"
         self._num_opened = 0
@@ -108,10 +112,7 @@ class PrefixLeases:
     def admitted(self, entry: EngineRequest) -> None:
         """vLLM has given a request its first blocks."""
         directory = self._directory
-        if not self._cache.hash_tokens or entry.request.resumable:
-            return
-        listed = entry.listed_sequence
-        if listed is not None and listed.generation == directory.generation:
+        if not self._cache.hash_tokens:
             return
         # One more token than the prompt has: the list that grows with the answer.
         prompt = prompt_of(
@@ -119,7 +120,12 @@ class PrefixLeases:
         )
         if prompt is None:
             return
-        self._note_weights(prompt.weights)
+        # Also for what is not listed: it fills blocks, with hashes by which others may look for them.
+        self._note_model(prompt.weights)
+        listed = entry.listed_sequence
+        is_listed = listed is not None and listed.generation == directory.generation
+        if is_listed or entry.request.resumable or _may_change(entry.request):
+            return
         entry.listed_sequence = directory.admitted(
             prompt, entry.request.block_hashes, entry.request.num_tokens
         )
@@ -151,7 +157,7 @@ class PrefixLeases:
         """
         if not self.needs_step:
             return
-        self._note_weights(self._local.weights.version())
+        self._note_model(self._local.weights.version())
         self._end_given_up()
         self._taking.extend(map(_Taking, self._directory.take_wanted()))
         num_left = BLOCKS_AT_ONCE
@@ -230,10 +236,12 @@ class PrefixLeases:
             if lease is not None and not lease.ended_by:
                 self._leases.end(lease, "release")
 
-    def _note_weights(self, version: str) -> None:
-        # vLLM's hashes do not depend on the weights: what was listed with the old ones would find blocks of the new.
-        if version != self._weights:
-            self._weights = version
+    def _note_model(self, weights: str) -> None:
+        # vLLM's hashes depend neither on the weights nor on what an adapter's files hold: what was listed with the old
+        # ones would find blocks of the new.
+        model = (weights, self._local.adapters.num_replaced)
+        if model != self._model:
+            self._model = model
             self.reset()
 
     def _drop(self, taking: _Taking, reason: PrefixRefusal | None) -> None:
@@ -248,3 +256,8 @@ class PrefixLeases:
     def _forget(self, taking: _Taking) -> None:
         self._taking.remove(taking)
         self._num_taken -= taking.num_taken
+
+
+def _may_change(request: Request) -> bool:
+    """True if the request's adapter may be another one from one step to the next."""
+    return request.lora_request is not None and request.lora_request.load_inplace
