@@ -233,6 +233,28 @@ def test_fewer_cached_tokens_than_are_of_use_are_none(scene: Scene) -> None:
     assert scene.wanted().found.num_tokens == 2 * CHUNK_TOKENS
 
 
+def test_a_cache_whose_hits_end_at_no_digest_is_not_looked_through_for_every_length(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Renewals wait meanwhile: a prompt of 128,000 tokens had 500 look-ups of milliseconds each."""
+    whole = scene.cache.find
+    tried: list[int] = []
+
+    def one_block_less(
+        hashes: Sequence[bytes], num_tokens: int, pause: Callable[[], None]
+    ) -> CachedPrefix | None:
+        tried.append(num_tokens)
+        return whole(hashes, num_tokens - BLOCK, pause)
+
+    monkeypatch.setattr(scene.cache, "find", one_block_less)
+    tokens = list(range(20 * CHUNK_TOKENS))
+    hashes = [b"%d" % end for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+    scene.directory.admitted(Prompt(tokens=tokens), hashes, len(tokens))
+    scene.cache.cache(hashes)
+    assert scene.ask(tokens=tokens).reason == "no_prefix"
+    assert len(tried) == 4
+
+
 def test_a_prefix_that_is_gone_in_the_step_is_looked_up_again(scene: Scene) -> None:
     scene.ask()
     queried = scene.wanted()

@@ -56,6 +56,9 @@ _MANY_REPORTS = 64
 """From so many on the listener's thread lists them although no query has come."""
 _LOOK_UPS = 3
 """A prefix that is gone when its blocks are to be kept is looked up again, so many times in all."""
+_LENGTHS_TRIED = 4
+"""A hit that ends where no digest is known is looked for again, shorter, so many times in all: each look-up takes time
+for all of the prompt, and renewals wait for it."""
 _FORGOTTEN_AT_ONCE = 256
 
 # As in `prompt_directory.py`: a thread that does not wait gives the interpreter's lock away after 5 ms only.
@@ -363,7 +366,9 @@ class PrefixDirectory:
     ) -> tuple[CachedPrefix, tuple[str, ...]] | None:
         """What is cached of a proven prefix, and its digests."""
         longest = proven.num_tokens
-        while longest >= min_tokens:
+        for _ in range(_LENGTHS_TRIED):
+            if longest < min_tokens:
+                break
             found = self._cache.find(proven.hashes, longest, self._pause)
             if found is None or found.num_tokens < min_tokens:
                 return None
