@@ -186,7 +186,8 @@ def test_a_hint_among_the_params_is_refused_by_its_field(raw: Any, field: str) -
 @pytest.mark.parametrize("none", [7, "kv.fetch", None, [], {"action_type": 7}])
 def test_what_is_no_action_is_not_read(none: Any) -> None:
     assert read_hint({"kv_hint": {"actions": [none]}}) == ()
-    assert read_hint({"kv_hint": {"actions": [action({}, version=7).__dict__]}}) == ()
+    numbered = {**vars(action({})), "action_version": 7}
+    assert read_hint({"kv_hint": {"actions": [numbered]}}) == ()
 
 
 def test_other_actions_other_versions_and_hints_without_a_source_name_none() -> None:
