@@ -261,14 +261,15 @@ def hand_over(
 ) -> tuple[Answer, int]:
     """A prompt prefilled by one and decoded by the other: the answer, and the bytes that were moved for it.
 
-    NIXL counted as many as the plan says, nothing was computed, and the producer has its blocks back.
+    As many as the plan says, by NIXL's count, or mapped; nothing was computed, and the producer has its blocks back.
     """
     free, before = producer.free_blocks(), consumer.metrics()
     answer = consumer.answer(prompt, producer.prefill(prompt, **more), tokens, **more)
     counted = consumer.metrics() - before
     reasons = counted.by_label("vllm:kvferry_local_recomputes_total", "reason")
     assert (reasons, counted.total("vllm:kvferry_loads_total")) == ({}, 1)
-    read = counted.total("vllm:nixl_bytes_transferred_sum")
+    mapped = counted.total("vllm:kvferry_mapped_bytes_total")
+    read = mapped + counted.total("vllm:nixl_bytes_transferred_sum")
     assert read == counted.total("vllm:kvferry_planned_bytes_total")
     wait_until(
         lambda: producer.free_blocks() == free,

@@ -2,10 +2,13 @@
 #include "memory.h"
 
 #include <pthread.h>
+#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #define ALIGNMENT (2ull << 20)
 #define PAGE 4096ull
@@ -18,6 +21,9 @@ struct range {
     enum kind kind;
     void *mapped; /* NULL: memory of the caller */
     size_t mapped_bytes;
+    int file; /* of device memory; -1: in none */
+    unsigned long long number;
+    struct memory_handle imported; /* of memory of another process; its pid is 0 otherwise */
 };
 
 static struct range ranges[MAX_RANGES];
@@ -36,7 +42,7 @@ static bool add(struct range range)
     if (at == range_count)
         range_count++;
     ranges[at] = range;
-    if (range.kind == DEVICE)
+    if (range.kind == DEVICE && !range.imported.pid)
         used += range.bytes;
     return true;
 }
@@ -53,28 +59,49 @@ static struct range *holding(const void *address)
     return NULL;
 }
 
-void *memory_new(size_t bytes, enum kind kind)
+/* Maps so much of a file (-1: of none) into addresses of its own, and adds it. */
+static void *map(struct range range)
 {
-    size_t whole = (bytes + PAGE - 1) / PAGE * PAGE;
-    if (!whole)
-        whole = PAGE;
     /* Not reserved: engines take gigabytes and touch megabytes. */
-    void *mapped = mmap(NULL, whole + ALIGNMENT, PROT_READ | PROT_WRITE,
+    range.mapped_bytes = range.bytes + ALIGNMENT;
+    range.mapped = mmap(NULL, range.mapped_bytes, PROT_READ | PROT_WRITE,
         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapped == MAP_FAILED)
+    if (range.mapped == MAP_FAILED)
         return NULL;
-    char *start = (char *)(((uintptr_t)mapped + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    range.start = (char *)(((uintptr_t)range.mapped + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    bool is_mapped = range.file < 0 || mmap(range.start, range.bytes, PROT_READ | PROT_WRITE,
+        MAP_SHARED | MAP_FIXED | MAP_NORESERVE, range.file, 0) != MAP_FAILED;
     pthread_mutex_lock(&lock);
-    bool added = add((struct range){start, whole, kind, mapped, whole + ALIGNMENT});
+    bool added = is_mapped && add(range);
     pthread_mutex_unlock(&lock);
     if (!added) {
-        munmap(mapped, whole + ALIGNMENT);
+        munmap(range.mapped, range.mapped_bytes);
         return NULL;
     }
+    return range.start;
+}
+
+void *memory_new(size_t bytes, enum kind kind)
+{
+    static unsigned long long last_number;
+    size_t whole = (bytes + PAGE - 1) / PAGE * PAGE;
+    struct range range = {.bytes = whole ? whole : PAGE, .kind = kind, .file = -1};
+    if (kind == DEVICE) {
+        range.number = __atomic_add_fetch(&last_number, 1, __ATOMIC_RELAXED);
+        range.file = memfd_create("gpu-emulation", MFD_CLOEXEC);
+        if (range.file < 0 || ftruncate(range.file, range.bytes)) {
+            if (range.file >= 0)
+                close(range.file);
+            return NULL;
+        }
+    }
+    void *start = map(range);
+    if (!start && range.file >= 0)
+        close(range.file);
     return start;
 }
 
-static bool forget(void *start, bool ours)
+static bool forget(void *start, bool ours, bool imported)
 {
     bool found = false;
     pthread_mutex_lock(&lock);
@@ -82,9 +109,13 @@ static bool forget(void *start, bool ours)
         struct range *each = &ranges[at];
         if (each->start != start || (each->mapped != NULL) != ours)
             continue;
+        if ((each->imported.pid != 0) != imported)
+            continue;
         if (each->mapped)
             munmap(each->mapped, each->mapped_bytes);
-        if (each->kind == DEVICE)
+        if (each->file >= 0)
+            close(each->file);
+        if (each->kind == DEVICE && !imported)
             used -= each->bytes;
         each->start = NULL;
         found = true;
@@ -95,33 +126,33 @@ static bool forget(void *start, bool ours)
 
 bool memory_delete(void *start)
 {
-    return forget(start, true);
+    return forget(start, true, false);
 }
 
 bool memory_pin(void *start, size_t bytes)
 {
     pthread_mutex_lock(&lock);
-    bool added = !holding(start) && add((struct range){start, bytes, PINNED, NULL, 0});
+    bool added = !holding(start) && add((struct range){.start = start, .bytes = bytes, .kind = PINNED, .file = -1});
     pthread_mutex_unlock(&lock);
     return added;
 }
 
 bool memory_unpin(void *start)
 {
-    return forget(start, false);
+    return forget(start, false, false);
 }
 
 bool memory_adopt(void *start, size_t bytes)
 {
     pthread_mutex_lock(&lock);
-    bool added = !holding(start) && add((struct range){start, bytes, DEVICE, NULL, 0});
+    bool added = !holding(start) && add((struct range){.start = start, .bytes = bytes, .kind = DEVICE, .file = -1});
     pthread_mutex_unlock(&lock);
     return added;
 }
 
 bool memory_disown(void *start)
 {
-    return forget(start, false);
+    return forget(start, false, false);
 }
 
 enum kind memory_kind(const void *address)
@@ -143,6 +174,61 @@ bool memory_range(const void *address, void **start, size_t *bytes)
     }
     pthread_mutex_unlock(&lock);
     return found != NULL;
+}
+
+unsigned long long memory_number(const void *address)
+{
+    pthread_mutex_lock(&lock);
+    struct range *found = holding(address);
+    unsigned long long number = found ? found->number : 0;
+    pthread_mutex_unlock(&lock);
+    return number;
+}
+
+bool memory_export(const void *start, struct memory_handle *handle)
+{
+    struct stat file;
+    pthread_mutex_lock(&lock);
+    struct range *found = holding(start);
+    bool is_exported = found && found->start == start && found->number && !fstat(found->file, &file);
+    if (is_exported)
+        *handle = (struct memory_handle){getpid(), found->file, file.st_ino, found->bytes};
+    pthread_mutex_unlock(&lock);
+    return is_exported;
+}
+
+static bool is_open(const struct memory_handle *handle)
+{
+    pthread_mutex_lock(&lock);
+    bool found = false;
+    for (int at = 0; at < range_count && !found; at++)
+        found = ranges[at].start && !memcmp(&ranges[at].imported, handle, sizeof *handle);
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+void *memory_import(const struct memory_handle *handle)
+{
+    struct stat file;
+    char path[64];
+    if (is_open(handle) || handle->pid == getpid())
+        return NULL;
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle->pid, handle->file);
+    int opened = open(path, O_RDWR | O_CLOEXEC);
+    if (opened < 0)
+        return NULL;
+    void *start = NULL;
+    if (!fstat(opened, &file) && file.st_ino == handle->inode && (unsigned long long)file.st_size == handle->bytes)
+        start = map((struct range){
+            .bytes = handle->bytes, .kind = DEVICE, .file = opened, .imported = *handle});
+    if (!start)
+        close(opened);
+    return start;
+}
+
+bool memory_unimport(void *start)
+{
+    return forget(start, true, true);
 }
 
 size_t memory_used(void)

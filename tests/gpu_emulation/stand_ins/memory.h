@@ -7,7 +7,8 @@ enum kind { UNKNOWN, DEVICE, PINNED };
 
 #define TOTAL_MEMORY (80ull << 30)
 
-/* Zeroed memory of the host, 2 MiB aligned as CUDA's large allocations are; NULL: there is none. */
+/* Zeroed memory of the host, 2 MiB aligned as CUDA's large allocations are; NULL: there is none. That of
+ * the device lies in a file (memfd), so that other processes can map it. */
 void *memory_new(size_t bytes, enum kind kind);
 
 /* Gives memory back. False if `start` is not the start of such memory. */
@@ -26,6 +27,25 @@ enum kind memory_kind(const void *address);
 
 /* The start and size of the memory that an address is in; false if it is in none. */
 bool memory_range(const void *address, void **start, size_t *bytes);
+
+/* The number of the device memory that an address is in, of which no other has it in this process; 0:
+ * in none, or in what another process has exported. */
+unsigned long long memory_number(const void *address);
+
+/* What CUDA IPC has in its 64 bytes: whose file it is, and which. */
+struct memory_handle {
+    int pid, file;
+    unsigned long long inode, bytes;
+};
+
+/* The handle of device memory. False if `start` is not its start. */
+bool memory_export(const void *start, struct memory_handle *handle);
+
+/* Maps memory of another process; NULL: it has ended, has other memory there, or has it mapped here already. */
+void *memory_import(const struct memory_handle *handle);
+
+/* Unmaps it. False if `start` is not the start of such memory. */
+bool memory_unimport(void *start);
 
 /* Bytes of device memory in use. */
 size_t memory_used(void);

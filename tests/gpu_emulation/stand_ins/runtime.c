@@ -249,6 +249,29 @@ cudaError_t cudaMemGetInfo(size_t *available, size_t *total)
     return cudaSuccess;
 }
 
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *start)
+{
+    struct memory_handle exported;
+    if (!memory_export(start, &exported))
+        return answer(cudaErrorInvalidValue);
+    memset(handle, 0, sizeof *handle);
+    memcpy(handle->reserved, &exported, sizeof exported);
+    return cudaSuccess;
+}
+
+cudaError_t cudaIpcOpenMemHandle(void **start, cudaIpcMemHandle_t handle, unsigned flags)
+{
+    struct memory_handle exported;
+    memcpy(&exported, handle.reserved, sizeof exported);
+    *start = memory_import(&exported);
+    return answer(*start ? cudaSuccess : cudaErrorMapBufferObjectFailed);
+}
+
+cudaError_t cudaIpcCloseMemHandle(void *start)
+{
+    return answer(memory_unimport(start) ? cudaSuccess : cudaErrorInvalidValue);
+}
+
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind)
 {
     memmove(to, from, bytes);
