@@ -29,7 +29,7 @@ LLM_D = {
 SOURCE = PrefixSource(remote_host="10.1.2.3", remote_port=7777)
 
 
-def action(payload: Any, kind: str = "kv.fetch", version: str = "1.0") -> Any:
+def action(payload: Any, kind: str = "kv.fetch", version: Any = "1.0") -> Any:
     """An action of vLLM's `KvHintsEnvelope`."""
     return SimpleNamespace(
         action_id="a", action_type=kind, action_version=version, payload=payload
