@@ -110,3 +110,24 @@ def test_a_cache_that_changes_while_it_is_looked_through_has_nothing(
 
     monkeypatch.setattr(BlockHashToBlockMap, "get_one_block", changes)
     assert found(cache, proven=512, longest=512) == 0
+
+
+def test_blocks_that_no_step_has_computed_are_given_to_nobody(make_engine: Any) -> None:
+    """With priorities vLLM leaves hashes of blocks that it has scheduled and does not compute. So such an engine lends
+    nothing; if this test fails since vLLM does not leave them any more, it may."""
+    engine = make_engine(
+        "kv_both", num_blocks=14, scheduling="priority", max_step_tokens=128
+    )
+    engine.scheduler.scheduler_config.long_prefill_token_threshold = 64
+    prompt = tokens(200, seed=1)
+    engine.add("low", prompt, priority=5)
+    engine.add("short", tokens(8, seed=9), max_tokens=1, priority=9)
+    engine.step()
+    engine.add("high", tokens(16, seed=2), priority=0)
+    engine.step()
+    preempting = engine.step()
+    assert preempting.output.preempted_req_ids == {"low"}
+    hit = engine.make_request("looked up", [*prompt, 1])
+    _, cached, _ = engine.scheduler.kv_cache_manager.get_computed_blocks(hit)
+    assert cached > 128, "control: of the 128 tokens that were computed and some more"
+    assert engine.connector.scheduler_side.prefix_cache.hash_tokens == 0

@@ -87,6 +87,15 @@ def writes_states_late(vllm_config: VllmConfig) -> bool:
     return has_stages and vllm_config.speculative_config is not None
 
 
+def caches_uncomputed_blocks(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM's prefix cache may have blocks that no step computes.
+
+    With priorities, `Scheduler.schedule` may preempt a request that it has scheduled in the same call. It takes the
+    request out of the step, but leaves the hashes of the blocks that the step was to fill.
+    """
+    return bool(vllm_config.scheduler_config.policy == "priority")
+
+
 def has_no_dp_siblings(vllm_config: VllmConfig) -> bool:
     """Whether a step that computes nothing may take a moment.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvferry.connector.allowed_hosts import TrustedHosts, allowed_hosts_of
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import (
+    caches_uncomputed_blocks,
     can_stream,
     facts_of,
     has_no_dp_siblings,
@@ -188,6 +189,7 @@ class SchedulerSide:
             local.is_read_from
             and config.prefix_pulls == "auto"
             and not (local.has_states and writes_states_late(vllm_config))
+            and not caches_uncomputed_blocks(vllm_config)
         )
         prefixes = PrefixDirectory(self.prefix_cache, builder.build_prefix, counters)
         prefixes.wake_engine = loop.wake
