@@ -17,6 +17,7 @@ from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.request_life import RequestLife, RequestParts
 from kvferry.connector.scheduler_side.stall_watch import StallWatch
+from kvferry.connector.scheduler_side.undone_steps import UndoneSteps
 from kvferry.protocol.orders import encode_head, encode_orders
 from kvferry.scheduler.consumer.remote_prompt import (
     IN_FLIGHT,
@@ -44,6 +45,7 @@ class EngineStep:
         parts: RequestParts,
         life: RequestLife,
         *,
+        undone: UndoneSteps,
         eviction: LeaseEviction,
         stalls: StallWatch,
         monitor: EngineMonitor,
@@ -51,6 +53,7 @@ class EngineStep:
         self._context = context
         self._parts = parts
         self._life = life
+        self._undone = undone
         self._eviction = eviction
         self._stalls = stalls
         self._monitor = monitor
@@ -72,6 +75,7 @@ class EngineStep:
             total: the sum of `num_tokens`, which vLLM knows.
             loads: whether another connector loads within this step.
         """
+        self._undone.scheduled(num_tokens, preempted)
         self._parts.tickets.scheduled(num_tokens, preempted, loads=loads)
         self._life.take_answers()
         # Before eviction: after idling, messages that claim leases are still in the inbox.

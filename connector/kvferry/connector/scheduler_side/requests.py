@@ -61,6 +61,7 @@ class EngineRequest:
         failed_load: its load has failed, and vLLM has not given it blocks since.
         may_load: while it is skipped: whether it may begin a load, see `Admission`.
         listed_sequence: its tokens, which other engines may find in the cache, see `PrefixLeases`.
+        num_scheduled: the tokens that steps so far have computed or will, see `UndoneSteps`.
     """
 
     request_id: str
@@ -75,6 +76,7 @@ class EngineRequest:
     failed_load: FailedLoad = FailedLoad.NONE
     may_load: bool = False
     listed_sequence: ListedSequence | None = None
+    num_scheduled: int = 0
 
 
 class EngineRequests:

@@ -37,6 +37,7 @@ from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.stall_watch import StallWatch
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
+from kvferry.connector.scheduler_side.undone_steps import UndoneSteps
 from kvferry.connector.scheduler_side.unsettled import TakeBacks
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm.blocks import EngineBlocks
@@ -254,6 +255,7 @@ class SchedulerSide:
             context,
             parts,
             self.life,
+            undone=UndoneSteps(self.requests, self.blocks, by_priority=by_priority),
             eviction=self.eviction,
             stalls=StallWatch(context, self.steps),
             monitor=self.monitor,

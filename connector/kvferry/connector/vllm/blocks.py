@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
 from kvferry.connector.vllm.version import AS_TESTED
 from kvferry.protocol.errors import LocalProtocolError, UnsupportedVllm
 
@@ -108,6 +110,18 @@ class EngineBlocks:
         # The numbers come from a worker's report: a number outside the pool would raise within vLLM's step.
         known = {block for block in blocks if 0 <= block < self.num_blocks}
         self._bound.evict_blocks(known)
+
+    def forget_after(self, request: Request, num_tokens: int) -> None:
+        """Take every block that has the hash of a part of this request after so many tokens out of the prefix cache."""
+        manager = self._bound
+        pool = manager.block_pool
+        cached = pool.cached_block_hash_to_block
+        for block_hash in request.block_hashes[num_tokens // pool.hash_block_size :]:
+            for group in range(len(manager.kv_cache_config.kv_cache_groups)):
+                key = make_block_hash_with_group_id(block_hash, group)
+                # Several blocks may have it. Some of another request may be sound: it costs that they are not hit.
+                while (block := cached.get_one_block(key)) is not None:
+                    manager.evict_blocks({block.block_id})
 
     @property
     def watermark(self) -> int:
