@@ -104,6 +104,34 @@ def test_a_long_load_is_as_many_launches_as_the_relayout_wants(
     assert cuda.names().count("launch") - before == blocks
 
 
+def test_a_load_is_reported_when_its_last_launch_has_ended(
+    rig: Rig, cuda: FakeCuda, pair: Pair
+) -> None:
+    """Of whole blocks: nothing is zeroed behind them, which would be waited for too."""
+    producer, consumer = pair()
+    rig.transfer(producer, consumer)
+    launches = cuda.names().count("launch")
+    for stream in cuda.streams:
+        stream.hold()
+    load = consumer.load(producer.prefill(tokens=12, seed=3).params)
+    wait_until(
+        lambda: cuda.names().count("launch") > launches, "the copy has been launched"
+    )
+    asked = cuda.asked.total()
+    step_until(
+        lambda: (
+            consumer.seen.is_over(load.request_id) or cuda.asked.total() > asked + 20
+        ),
+        "the device is asked again and again",
+        consumer,
+    )
+    assert not consumer.seen.is_over(load.request_id)
+    for stream in cuda.streams:
+        stream.release()
+    assert rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed=3)
+
+
 OFF = replace(SETTINGS, mapped_reads=MappedReadsOption.AUTO)
 REASON = "CUDA IPC is off by default until it has been tried on a GPU"
 TURNED_ON = {
