@@ -42,5 +42,6 @@ def both_need_a_block(node: Node) -> bool:
     if [request.request_id for request in running] != ["prefill", "urgent"]:
         return False
     prefill, urgent = running
-    at_chunk = prefill.num_computed_tokens % CHUNK == 0
-    return at_chunk and urgent.num_computed_tokens % BLOCK_TOKENS == 0
+    at_chunk: bool = prefill.num_computed_tokens % CHUNK == 0
+    at_block: bool = urgent.num_computed_tokens % BLOCK_TOKENS == 0
+    return at_chunk and at_block
