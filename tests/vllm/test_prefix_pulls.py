@@ -114,11 +114,11 @@ def own_hit(source: ForkedEngine, prompt: list[int]) -> int:
     return int((source.metrics() - before).total("vllm:prefix_cache_hits_total"))
 
 
-def read_of(source: ForkedEngine, asker: ForkedEngine) -> tuple[Pulled, int]:
+def read_of(
+    source: ForkedEngine, asker: ForkedEngine, prompt: list[int]
+) -> tuple[Pulled, int]:
     """What was read of a prompt of which the source has computed a part, and what its own cache has of it."""
-    prefix = tokens(PREFIX_TOKENS)
-    source.answer(prefix)
-    prompt = [*prefix, *tokens(40)]
+    source.answer(prompt[:PREFIX_TOKENS])
     return pull(source, asker, prompt), own_hit(source, prompt)
 
 
@@ -143,10 +143,16 @@ def llamas(logs: Path) -> Iterator[dict[str, ForkedEngine]]:
 def test_what_another_engine_has_is_read_and_not_computed(
     llamas: dict[str, ForkedEngine], source: str, asker: str
 ) -> None:
-    pulled, hit = read_of(llamas[source], llamas[asker])
+    prompt = tokens(PREFIX_TOKENS + 40)
+    pulled, hit = read_of(llamas[source], llamas[asker], prompt)
     chunks = hit // CHUNK_TOKENS * CHUNK_TOKENS
     assert chunks == 2 * CHUNK_TOKENS
     assert pulled == Pulled(loaded=chunks, external=chunks, refused={})
+    # The order of a request's blocks does not change its attention. So each block is used without those after it.
+    shorter = [*prompt[:CHUNK_TOKENS], *tokens(40)]
+    assert own_hit(llamas[asker], shorter) == CHUNK_TOKENS
+    expected = llamas[asker].answer(shorter, salt="another control")
+    assert difference(llamas[asker].answer(shorter), expected) < NOISE
 
 
 def test_a_turn_is_prefilled_from_the_decoder_that_has_the_ones_before(
@@ -188,7 +194,7 @@ def test_a_turn_is_prefilled_from_the_decoder_that_has_the_ones_before(
 def test_of_a_hybrid_what_the_source_would_hit_is_read(kind: Kind, logs: Path) -> None:
     with ExitStack() as running:
         one, twin = start(running, logs, [spec(kind, name) for name in ("one", "twin")])
-        pulled, hit = read_of(one, twin)
+        pulled, hit = read_of(one, twin, tokens(PREFIX_TOKENS + 40))
     chunks = hit // CHUNK_TOKENS * CHUNK_TOKENS
     assert chunks == 2 * CHUNK_TOKENS
     assert pulled == Pulled(loaded=chunks, external=chunks, refused={})
