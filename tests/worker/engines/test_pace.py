@@ -85,8 +85,11 @@ def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_of
         lambda: pauses_s[-1:] == [pace.MAX_NOTIFICATION_BACKOFF_S], "it has backed off"
     )
     before = producer.fabric.calls["take_notifications"]
+    begun_s = time.monotonic()
     time.sleep(WINDOW_S)
-    assert producer.fabric.calls["take_notifications"] - before <= WINDOW_S / 20e-3 + 1
+    looks = producer.fabric.calls["take_notifications"] - before
+    # A busy machine sleeps longer than it is told.
+    assert looks <= (time.monotonic() - begun_s) / 20e-3 + 1
     load = consumer.load(offer.params)
     assert rig.until_over(consumer, load) is None
     rig.step_until(
