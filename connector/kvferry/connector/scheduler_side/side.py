@@ -110,6 +110,7 @@ class SchedulerSide:
         counters = Counters()
         table = RequestTable()
         by_priority = vllm_config.scheduler_config.policy == "priority"
+        may_undo_steps = caches_uncomputed_blocks(vllm_config)
         self.requests = EngineRequests(table, by_priority=by_priority)
         self.blocks = EngineBlocks()
         self.leases = ProducerLedger(
@@ -190,7 +191,7 @@ class SchedulerSide:
             local.is_read_from
             and config.prefix_pulls == "auto"
             and not (local.has_states and writes_states_late(vllm_config))
-            and not caches_uncomputed_blocks(vllm_config)
+            and not may_undo_steps
         )
         prefixes = PrefixDirectory(self.prefix_cache, builder.build_prefix, counters)
         prefixes.wake_engine = loop.wake
@@ -255,7 +256,7 @@ class SchedulerSide:
             context,
             parts,
             self.life,
-            undone=UndoneSteps(self.requests, self.blocks, by_priority=by_priority),
+            undone=UndoneSteps(self.requests, self.blocks, may_undo=may_undo_steps),
             eviction=self.eviction,
             stalls=StallWatch(context, self.steps),
             monitor=self.monitor,

@@ -18,15 +18,15 @@ class UndoneSteps:
     """Takes what undone steps would have computed out of the prefix cache.
 
     Args:
-        by_priority: whether vLLM schedules by priority. Otherwise it preempts no request that it has scheduled.
+        may_undo: whether vLLM may preempt a request that it has scheduled, see `facts.caches_uncomputed_blocks`.
     """
 
     def __init__(
-        self, requests: EngineRequests, blocks: EngineBlocks, *, by_priority: bool
+        self, requests: EngineRequests, blocks: EngineBlocks, *, may_undo: bool
     ) -> None:
         self._requests = requests
         self._blocks = blocks
-        self._by_priority = by_priority
+        self._may_undo = may_undo
 
     def scheduled(
         self, num_tokens: Mapping[str, int], preempted: Collection[str]
@@ -37,7 +37,7 @@ class UndoneSteps:
             num_tokens: of each request, in this step.
             preempted: requests whose blocks were freed since the last step.
         """
-        if not self._by_priority:
+        if not self._may_undo:
             return
         for request_id in preempted:
             entry = self._requests.find(request_id)
