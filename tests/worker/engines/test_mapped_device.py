@@ -24,6 +24,7 @@ from tests.harness.engine import Engine
 from tests.harness.inside import thread_of
 from tests.harness.rig import Rig
 from tests.waiting import step_until, wait_until
+from tests.worker.engines.test_mapped_reads import check_mapped_loads
 
 IPC = replace(SETTINGS, mapped_reads=MappedReadsOption.CUDA_IPC)
 CONSUMERS = {
@@ -59,13 +60,7 @@ def test_every_byte_is_copied_and_the_fabric_reads_nothing(
     rig: Rig, pair: Pair, shape: CacheShape
 ) -> None:
     producer, consumer = pair(shape=shape)
-    for number in range(1, 4):
-        rig.transfer(producer, consumer, tokens=13, seed=number)
-    for record in consumer.seen.totals:
-        assert record.mapped_bytes == record.planned_bytes > 0
-        assert not record.transferred_bytes
-        assert not record.staged_bytes
-    assert consumer.fabric.calls["post_data_read"] == 0
+    check_mapped_loads(rig, producer, consumer)
     # One for the slot of the first contact, one for the proof of the lease table's file.
     assert consumer.fabric.calls["post_read"] == 2
 

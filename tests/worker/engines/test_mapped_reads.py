@@ -33,18 +33,23 @@ def pair(rig: Rig, **consumer: object) -> tuple[Engine, Engine]:
     return rig.engine("P", shared=True), rig.engine("C", **consumer)
 
 
-@pytest.mark.parametrize("shape", CONSUMERS.values(), ids=CONSUMERS)
-def test_every_byte_is_copied_and_the_fabric_reads_nothing(
-    any_rig: Rig, shape: CacheShape
-) -> None:
-    producer, consumer = pair(any_rig, shape=shape)
+def check_mapped_loads(rig: Rig, producer: Engine, consumer: Engine) -> None:
+    """Three loads put every byte in place, all of them from mapped memory and none over the fabric."""
     for number in range(1, 4):
-        any_rig.transfer(producer, consumer, tokens=13, seed=number)
+        rig.transfer(producer, consumer, tokens=13, seed=number)
     for record in consumer.seen.totals:
         assert record.mapped_bytes == record.planned_bytes > 0
         assert not record.transferred_bytes
         assert not record.staged_bytes
     assert consumer.fabric.calls["post_data_read"] == 0
+
+
+@pytest.mark.parametrize("shape", CONSUMERS.values(), ids=CONSUMERS)
+def test_every_byte_is_copied_and_the_fabric_reads_nothing(
+    any_rig: Rig, shape: CacheShape
+) -> None:
+    producer, consumer = pair(any_rig, shape=shape)
+    check_mapped_loads(any_rig, producer, consumer)
     # One for the slot of the first contact, one for the proofs.
     assert consumer.fabric.calls["post_read"] == 2
     assert consumer.all_entries_are_free()
