@@ -22,7 +22,7 @@ from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.block_demand import BlockDemand
 from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.drain import Drain
-from kvferry.connector.scheduler_side.engine_step import EngineStep
+from kvferry.connector.scheduler_side.hooks import EngineStep, RequestLife, RequestParts
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
@@ -31,7 +31,6 @@ from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
 from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.remote_intake import RemotePromptIntake
-from kvferry.connector.scheduler_side.request_life import RequestLife, RequestParts
 from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.stall_watch import StallWatch
