@@ -25,7 +25,7 @@ PROMPTS = {name: tokens(80, seed=30 + n) for n, name in enumerate(NAMES)}
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.connector.scheduler_side.parking.MAX_LOOKED_AT", MOST)
+    monkeypatch.setattr("kvferry.connector.scheduler_side.requests.MAX_LOOKED_AT", MOST)
 
 
 def asking(make: Any) -> tuple[Node, Node]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.scheduler_side import parking
+from kvferry.connector.scheduler_side import requests
 from kvferry.connector.scheduler_side.requests import EngineRequest
 from tests.engine_core.test_both_legs import COUNT, REMOTE_DECODE, ids, leg_params
 from tests.engine_core.test_stalls import fail, load, run_until, unpin
@@ -72,7 +72,7 @@ def test_requests_that_are_aborted_at_any_time_leave_nothing(
     make: Any, monkeypatch: pytest.MonkeyPatch, remembered: Remembered, steps: int
 ) -> None:
     """Some are looked at and some are parked, some have a ticket, some load."""
-    monkeypatch.setattr(parking, "MAX_LOOKED_AT", 2)
+    monkeypatch.setattr(requests, "MAX_LOOKED_AT", 2)
     config = {"num_blocks": 64, "max_step_tokens": 64}
     producer, consumer = make("kv_producer", **config), make("kv_consumer", **config)
     for seed, name in enumerate(NAMES):

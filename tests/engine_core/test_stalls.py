@@ -14,7 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.connector.scheduler_side.admission import Admission
-from kvferry.connector.scheduler_side.parking import MAX_LOOKED_AT
+from kvferry.connector.scheduler_side.requests import MAX_LOOKED_AT
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from tests.engine_core.offers import Eavesdropper, offer

@@ -17,7 +17,7 @@ from bench.step_engines import (
     hold,
 )
 
-from kvferry.connector.scheduler_side.parking import MAX_LOOKED_AT
+from kvferry.connector.scheduler_side.requests import MAX_LOOKED_AT
 from kvferry.protocol.prompt_queries import Answer, PromptProgress
 from tests.engine_core.slow_router import REMOTE_DECODE
 from tests.engine_core.step_count import StepCount

@@ -25,8 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvferry.connector.scheduler_side.block_demand import BlockDemand
-from kvferry.connector.scheduler_side.parking import Parking
-from kvferry.connector.scheduler_side.requests import EngineRequest, FailedLoad
+from kvferry.connector.scheduler_side.requests import EngineRequest, FailedLoad, Parking
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
 

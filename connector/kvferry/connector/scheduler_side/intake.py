@@ -17,7 +17,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import TrustedHosts
-from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.params_builder import (
     has_tokens,
     leave_out,
@@ -30,7 +29,7 @@ from kvferry.connector.scheduler_side.prompt_queries import (
     is_ticket,
 )
 from kvferry.connector.scheduler_side.remote_intake import RemotePromptIntake
-from kvferry.connector.scheduler_side.requests import EngineRequest
+from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.scheduler_side.sessions import Session
 from kvferry.connector.vllm.requests import report_cached_tokens
 from kvferry.link.lease_commands import RemoteLease

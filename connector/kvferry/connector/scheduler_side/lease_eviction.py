@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 
 from kvferry.connector.scheduler_side.block_demand import BlockDemand
-from kvferry.connector.scheduler_side.context import SchedulerContext
+from kvferry.connector.scheduler_side.requests import SchedulerContext
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.scheduler.producer.eviction_order import Demand, candidates, evict
 from kvferry.scheduler.producer.lease import ProducerLease

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from kvferry.connector.metrics.stats import FerryStats
-from kvferry.connector.scheduler_side.context import SchedulerContext
+from kvferry.connector.scheduler_side.requests import SchedulerContext
 from kvferry.worker.loads.results import WorkerGauges
 
 

@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import TrustedHosts
-from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.params_builder import prompt_of
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
-from kvferry.connector.scheduler_side.requests import EngineRequest
+from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.vllm.requests import hint_actions
 from kvferry.link.query_commands import Producer
 from kvferry.protocol.digests import CHUNK_TOKENS, GrowingChain, Prompt

@@ -21,10 +21,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, prompt_of
-from kvferry.connector.scheduler_side.requests import EngineRequest
+from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.scheduler_side.unsettled import TakeBacks
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache

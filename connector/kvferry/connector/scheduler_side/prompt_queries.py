@@ -7,7 +7,7 @@ waits for answers.
     prefix intake ◄─take_found── _found ◄──────on_found── (its thread)
 
 vLLM asks a connector in every step how many tokens it can load for a waiting request, as long as the connector does not
-know. So a waiting query costs a prefix lookup a step, unless its request is parked (`parking.py`), and a step, unless
+know. So a waiting query costs a prefix lookup a step, unless its request is parked (`Parking`), and a step, unless
 the engine's loop waits for the answers (`steps.py`).
 """
 
@@ -21,8 +21,11 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from kvferry.connector.scheduler_side.parking import Parking
-from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
+from kvferry.connector.scheduler_side.requests import (
+    EngineRequest,
+    EngineRequests,
+    Parking,
+)
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.link.query_commands import SETTLING, Producer, QueryCommands
 from kvferry.protocol.digests import Prompt, digest_chain

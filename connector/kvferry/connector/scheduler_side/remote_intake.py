@@ -12,9 +12,8 @@ import time
 from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import TrustedHosts
-from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.params_builder import prompt_of
-from kvferry.connector.scheduler_side.requests import EngineRequest
+from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.link.lease_commands import RemoteLease
 from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import Prompt, shared_tokens

@@ -1,7 +1,13 @@
-"""The requests that this engine has: one record each, in the order in which vLLM admits them.
+"""What the parts of the scheduler side share: the requests that this engine has, and the context around them.
 
-A part of the scheduler side that has to remember something of a request writes it into the request's record. So nothing
-of it is left when the request has ended, and no part has to be told.
+Each request has one record, in the order in which vLLM admits them. A part that has to remember something of a request
+writes it into the record. So nothing of it is left when the request has ended, and no part has to be told.
+
+Of the requests that wait for the same thing vLLM skips all but the first few, the *parked* ones. For a waiting request
+vLLM looks up its prompt's prefix before it asks the connector, in every step. With 512 requests whose prefix of 256
+blocks is cached, that took 205 ms a step; with all but 16 parked, 4 ms. Two parts park, each with a `Parking` of its
+own, because each waits for something else: `prompt_queries.py` for answers, `admission.py` for pinned blocks and failed
+loads. A request that has left one may enter the other.
 """
 
 from __future__ import annotations
@@ -13,15 +19,23 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.sessions import Session
+from kvferry.connector.tracing.scheduler_events import SchedulerTracing
+from kvferry.connector.vllm.blocks import EngineBlocks
+from kvferry.connector.vllm.requests import can_park, park, unpark
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemotePrefill
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prefix_index import ListedSequence
 from kvferry.scheduler.requests import RequestRecord, RequestTable
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
 
 IssuedTicket = tuple[RemotePrefill, ProducerLease]
 """The params of a prompt, and the lease that holds its blocks."""
@@ -143,3 +157,69 @@ class EngineRequests:
         ended.record.is_unfinished = False
         self.table.drop_if_over(ended.record)
         return ended
+
+
+MAX_LOOKED_AT = 16
+"""Most requests that wait for the same thing and that vLLM looks at in a step."""
+
+
+class Parking:
+    """The requests of one engine that wait for the same thing. Iterates over them."""
+
+    def __init__(self) -> None:
+        self._looked_at: set[EngineRequest] = set()
+        self._parked: dict[EngineRequest, None] = {}  # the first that arrived is first
+
+    def __contains__(self, entry: EngineRequest) -> bool:
+        return entry in self._looked_at or entry in self._parked
+
+    def __iter__(self) -> Iterator[EngineRequest]:
+        yield from self._looked_at
+        yield from self._parked
+
+    def enter(self, entry: EngineRequest) -> None:
+        """A request waits. It is parked if enough others do."""
+        # One that cannot be parked counts as looked at: vLLM looks its prefix up in every step.
+        has_room = len(self._looked_at) < MAX_LOOKED_AT
+        if has_room or not can_park(entry.request):
+            self._looked_at.add(entry)
+            return
+        park(entry.request)
+        self._parked[entry] = None
+
+    def leave(self, entry: EngineRequest) -> None:
+        """A request waits no more, or has ended; the first parked one takes its place. No-op for other requests."""
+        # Most requests never wait, and each comes here several times. Only what is beside looked-at ones is parked.
+        if not self._looked_at:
+            return
+        self._looked_at.discard(entry)
+        if entry in self._parked:
+            del self._parked[entry]
+            # Answered before its turn to be looked at: vLLM can admit it in the next step.
+            unpark(entry.request)
+        # The first that arrived: nobody waits longer than it must because others arrived later.
+        while self._parked and len(self._looked_at) < MAX_LOOKED_AT:
+            first = next(iter(self._parked))
+            del self._parked[first]
+            self._looked_at.add(first)
+            unpark(first.request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerContext:
+    """The engine, its requests with both ledgers over them, and where events are counted and recorded.
+
+    Attributes:
+        local: what this engine is.
+        requests: those that it has.
+        leases, loads: the ledgers of a producer and of a consumer; an engine has both, whatever its role.
+        blocks: the engine's, once vLLM has bound its KV cache manager.
+    """
+
+    local: LocalEngine
+    requests: EngineRequests
+    leases: ProducerLedger
+    loads: ConsumerLedger
+    blocks: EngineBlocks
+    counters: Counters
+    tracing: SchedulerTracing

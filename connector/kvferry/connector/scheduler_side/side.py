@@ -20,7 +20,6 @@ from kvferry.connector.engine.facts import (
 from kvferry.connector.engine.local_engine import LocalEngine, token_bytes
 from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.block_demand import BlockDemand
-from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.hooks import EngineStep, RequestLife, RequestParts
 from kvferry.connector.scheduler_side.intake import RequestIntake
@@ -31,7 +30,7 @@ from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
 from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.remote_intake import RemotePromptIntake
-from kvferry.connector.scheduler_side.requests import EngineRequests
+from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerContext
 from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.stall_watch import StallWatch
 from kvferry.connector.scheduler_side.steps import Steps

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvferry.connector.scheduler_side.context import SchedulerContext
-from kvferry.connector.scheduler_side.requests import EngineRequest
+from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.vllm.requests import waits_for_blocks, waits_for_load
 from kvferry.scheduler.consumer.remote_prompt import RemotePromptState

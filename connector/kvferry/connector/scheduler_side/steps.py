@@ -29,7 +29,7 @@ Otherwise it rests:
 
 What is left are steps that compute nothing and are cheaper: a worker waits up to 2 ms within the step for a load
 (`worker_side/side.py`), so that a short one is reported by the step that orders it; and of many requests that wait for
-the same thing vLLM looks at the first few only (`parking.py`). docs/design.md has the figure that keeps each. With data
+the same thing vLLM looks at the first few only (`Parking`). docs/design.md has the figure that keeps each. With data
 parallelism or pipeline stages, where others would wait for this engine's step, it rests in vLLM's loop only.
 """
 

@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.connector.scheduler_side.context import SchedulerContext
 from kvferry.connector.scheduler_side.params_builder import (
     OPENS_WITHIN_S,
     ParamsBuilder,
@@ -23,6 +22,7 @@ from kvferry.connector.scheduler_side.params_builder import (
 from kvferry.connector.scheduler_side.requests import (
     EngineRequest,
     IssuedTicket,
+    SchedulerContext,
 )
 from kvferry.connector.scheduler_side.unsettled import TakeBacks
 from kvferry.connector.vllm.blocks import distinct_blocks

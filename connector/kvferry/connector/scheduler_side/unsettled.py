@@ -18,8 +18,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from kvferry.connector.scheduler_side.context import SchedulerContext
-from kvferry.connector.scheduler_side.requests import EngineRequest, EngineRequests
+from kvferry.connector.scheduler_side.requests import (
+    EngineRequest,
+    EngineRequests,
+    SchedulerContext,
+)
 from kvferry.connector.vllm.blocks import EngineBlocks
 
 
