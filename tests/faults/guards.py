@@ -144,7 +144,7 @@ GUARDS = (
         "digests",
         "matched tokens end at the last equal digest",
         (1,),
-        "kvferry.connector.scheduler_side.remote_intake:shared_tokens",
+        "kvferry.connector.scheduler_side.intake:shared_tokens",
         switches.whatever_comes,
         (
             "tests/engine_core/test_consumer.py::"
@@ -394,7 +394,7 @@ GUARDS = (
         "allowed-hosts",
         "nothing is sent to a host that is not listed",
         (6,),
-        "kvferry.connector.scheduler_side.remote_intake:RemotePromptIntake.may_connect",
+        "kvferry.connector.scheduler_side.intake:RemotePromptIntake.may_connect",
         switches.always(True),
         (
             "tests/engine_core/test_allowed_hosts.py::"

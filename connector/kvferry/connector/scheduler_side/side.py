@@ -22,14 +22,13 @@ from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.block_demand import BlockDemand
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.hooks import EngineStep, RequestLife, RequestParts
-from kvferry.connector.scheduler_side.intake import RequestIntake
+from kvferry.connector.scheduler_side.intake import RemotePromptIntake, RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
 from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
-from kvferry.connector.scheduler_side.remote_intake import RemotePromptIntake
 from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerContext
 from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.stall_watch import StallWatch
