@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.scheduler_side import prefix_leases
+from kvferry.connector.scheduler_side import prefixes
 from kvferry.connector.scheduler_side.unsettled import TakeBacks
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.protocol.digests import CHUNK_TOKENS, Prompt
@@ -180,7 +180,7 @@ def test_blocks_that_were_reused_are_not_given(make: Any) -> None:
 def test_a_long_prefix_is_taken_in_several_steps(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_leases, "BLOCKS_AT_ONCE", 24)
+    monkeypatch.setattr(prefixes, "BLOCKS_AT_ONCE", 24)
     node = make("kv_both", **LONG)
     compute(node, "own", PROMPT)
     free = node.engine.free_blocks
@@ -268,7 +268,7 @@ def test_what_vllm_may_take_back_is_not_given_before_it_is_settled(
 def test_what_vllm_takes_back_ends_a_prefix_or_is_not_given(
     make: Any, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    monkeypatch.setattr(prefix_leases, "BLOCKS_AT_ONCE", 24)
+    monkeypatch.setattr(prefixes, "BLOCKS_AT_ONCE", 24)
     node = make("kv_both", **LONG)
     compute(node, "own", PROMPT)
     with asking(node) as asker:
@@ -291,7 +291,7 @@ def test_what_vllm_takes_back_ends_a_prefix_or_is_not_given(
 def test_a_query_that_is_given_up_leaves_nothing(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_leases, "BLOCKS_AT_ONCE", 24)
+    monkeypatch.setattr(prefixes, "BLOCKS_AT_ONCE", 24)
     node = make("kv_both", **LONG)
     compute(node, "own", PROMPT)
     for steps in range(5):

@@ -607,7 +607,7 @@ GUARDS = (
         "prefix-share",
         "leases of prefixes have a share of the blocks and of the slots",
         (9,),
-        "kvferry.connector.scheduler_side.prefix_leases:SHARE",
+        "kvferry.connector.scheduler_side.prefixes:SHARE",
         switches.bound_of(1),
         (
             f"{_PREFIX_LEASES}::test_prefixes_have_their_share_of_the_cache",
@@ -618,7 +618,7 @@ GUARDS = (
         "prefix-reserve",
         "none is opened while few blocks or slots are free",
         (9,),
-        "kvferry.connector.scheduler_side.prefix_leases:RESERVED",
+        "kvferry.connector.scheduler_side.prefixes:RESERVED",
         switches.bound_of(1 << 30),
         (
             f"{_PREFIX_LEASES}::test_no_prefix_is_held_while_few_blocks_are_free",
@@ -629,7 +629,7 @@ GUARDS = (
         "prefix-parts",
         "a step takes references on a part of a long prefix",
         (9,),
-        "kvferry.connector.scheduler_side.prefix_leases:PrefixLeases._go_on",
+        "kvferry.connector.scheduler_side.prefixes:PrefixLeases._go_on",
         switches.take_all_at_once,
         (f"{_PREFIX_LEASES}::test_a_long_prefix_is_taken_in_several_steps",),
     ),

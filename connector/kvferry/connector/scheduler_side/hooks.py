@@ -23,8 +23,7 @@ from kvferry.connector.scheduler_side.block_demand import BlockDemand
 from kvferry.connector.scheduler_side.intake import RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
-from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
-from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
+from kvferry.connector.scheduler_side.prefixes import PrefixIntake, PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.scheduler_side.side_channel import SideChannel

@@ -27,7 +27,7 @@ from kvferry.connector.scheduler_side.params_builder import (
     leave_out,
     prompt_of,
 )
-from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
+from kvferry.connector.scheduler_side.prefixes import PrefixIntake
 from kvferry.connector.scheduler_side.prompt_queries import (
     PromptQueries,
     Settled,

@@ -26,8 +26,7 @@ from kvferry.connector.scheduler_side.intake import RemotePromptIntake, RequestI
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
-from kvferry.connector.scheduler_side.prefix_intake import PrefixIntake
-from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
+from kvferry.connector.scheduler_side.prefixes import PrefixIntake, PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerContext
 from kvferry.connector.scheduler_side.side_channel import SideChannel

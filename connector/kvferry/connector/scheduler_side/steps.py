@@ -40,7 +40,7 @@ import time
 from collections.abc import Iterable
 
 from kvferry.connector.scheduler_side.drain import Drain
-from kvferry.connector.scheduler_side.prefix_leases import PrefixLeases
+from kvferry.connector.scheduler_side.prefixes import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.link.load_notifier import LoadListener
