@@ -18,7 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.local_engine import LocalEngine, block_spans, row_blocks
-from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
+from kvferry.connector.scheduler_side.tickets import ParamsBuilder
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, LeaseName
 from kvferry.protocol.params import RemotePrefill

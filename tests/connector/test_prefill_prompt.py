@@ -15,10 +15,10 @@ from vllm.v1.request import Request
 from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.connector.engine.local_engine import LocalEngine, tokens_left_out
 from kvferry.connector.scheduler_side.intake import RemotePromptIntake, RequestIntake
-from kvferry.connector.scheduler_side.params_builder import leave_out, prompt_of
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerContext
+from kvferry.connector.scheduler_side.tickets import leave_out, prompt_of
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.loop import EngineLoop

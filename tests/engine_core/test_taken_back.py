@@ -116,9 +116,7 @@ def test_a_decoder_that_reads_at_once_never_gets_what_a_failed_load_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A lease that has ended before its ticket was used is waited for so long.
-    monkeypatch.setattr(
-        "kvferry.connector.scheduler_side.ticket_builder.OPENS_WITHIN_S", 1.0
-    )
+    monkeypatch.setattr("kvferry.connector.scheduler_side.tickets.OPENS_WITHIN_S", 1.0)
     scene = StoreProducer(
         make, policy, overlap=overlap, max_step_tokens=max_step_tokens
     )

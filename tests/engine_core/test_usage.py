@@ -140,7 +140,7 @@ def test_a_producer_that_does_not_tell_leaves_the_count_to_vllm(
 ) -> None:
     """An older one, or one whose vLLM does not tell."""
     monkeypatch.setattr(
-        "kvferry.connector.scheduler_side.ticket_builder.cached_tokens_of",
+        "kvferry.connector.scheduler_side.tickets.cached_tokens_of",
         lambda request: None,
     )
     producer, consumer = make("kv_producer"), make("kv_consumer")

@@ -123,7 +123,7 @@ GUARDS = (
         "taken-back",
         "what relies on blocks that were not filled is not offered, nor hit by later prompts",
         (1,),
-        "kvferry.connector.scheduler_side.ticket_builder:TicketBuilder.taken_back",
+        "kvferry.connector.scheduler_side.tickets:TicketBuilder.taken_back",
         switches.nothing,
         (
             f"{_TAKEN_BACK}::test_a_prompt_is_not_hit_whose_load_failed_and_that_nobody_computes_again",

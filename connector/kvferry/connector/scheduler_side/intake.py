@@ -22,11 +22,6 @@ import time
 from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import TrustedHosts
-from kvferry.connector.scheduler_side.params_builder import (
-    has_tokens,
-    leave_out,
-    prompt_of,
-)
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake
 from kvferry.connector.scheduler_side.prompt_queries import (
     PromptQueries,
@@ -35,6 +30,11 @@ from kvferry.connector.scheduler_side.prompt_queries import (
 )
 from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.scheduler_side.sessions import Session
+from kvferry.connector.scheduler_side.tickets import (
+    has_tokens,
+    leave_out,
+    prompt_of,
+)
 from kvferry.connector.vllm.requests import report_cached_tokens
 from kvferry.link.lease_commands import RemoteLease
 from kvferry.plan.tokens import held_from

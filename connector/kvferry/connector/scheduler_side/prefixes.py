@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import TrustedHosts
 from kvferry.connector.scheduler_side.drain import Drain
-from kvferry.connector.scheduler_side.params_builder import ParamsBuilder, prompt_of
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
+from kvferry.connector.scheduler_side.tickets import ParamsBuilder, prompt_of
 from kvferry.connector.scheduler_side.unsettled import TakeBacks
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache

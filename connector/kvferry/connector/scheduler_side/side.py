@@ -25,14 +25,13 @@ from kvferry.connector.scheduler_side.hooks import EngineStep, RequestLife, Requ
 from kvferry.connector.scheduler_side.intake import RemotePromptIntake, RequestIntake
 from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
-from kvferry.connector.scheduler_side.params_builder import ParamsBuilder
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake, PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerContext
 from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.stall_watch import StallWatch
 from kvferry.connector.scheduler_side.steps import Steps
-from kvferry.connector.scheduler_side.ticket_builder import TicketBuilder
+from kvferry.connector.scheduler_side.tickets import ParamsBuilder, TicketBuilder
 from kvferry.connector.scheduler_side.undone_steps import UndoneSteps
 from kvferry.connector.scheduler_side.unsettled import TakeBacks
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
