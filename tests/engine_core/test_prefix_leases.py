@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.scheduler_side import prefixes
-from kvferry.connector.scheduler_side.unsettled import TakeBacks
+from kvferry.connector.scheduler_side.taken_back import TakeBacks
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.protocol.digests import CHUNK_TOKENS, Prompt
 from kvferry.protocol.handshake import LeaseName

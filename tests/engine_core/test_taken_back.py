@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.scheduler_side.unsettled import UnsettledRequests
+from kvferry.connector.scheduler_side.taken_back import UnsettledRequests
 from kvferry.protocol.prompt_queries import announced_id
 from kvferry.scheduler.producer.lease import LeaseState
 from tests.engine_core.believed import Believed, check_believed

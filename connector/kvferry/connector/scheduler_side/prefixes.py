@@ -37,8 +37,8 @@ from kvferry.connector.allowed_hosts import TrustedHosts
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
+from kvferry.connector.scheduler_side.taken_back import TakeBacks
 from kvferry.connector.scheduler_side.tickets import ParamsBuilder, prompt_of
-from kvferry.connector.scheduler_side.unsettled import TakeBacks
 from kvferry.connector.vllm.loop import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.connector.vllm.requests import hint_actions

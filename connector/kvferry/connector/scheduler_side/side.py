@@ -31,9 +31,8 @@ from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerC
 from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.stall_watch import StallWatch
 from kvferry.connector.scheduler_side.steps import Steps
+from kvferry.connector.scheduler_side.taken_back import TakeBacks, UndoneSteps
 from kvferry.connector.scheduler_side.tickets import ParamsBuilder, TicketBuilder
-from kvferry.connector.scheduler_side.undone_steps import UndoneSteps
-from kvferry.connector.scheduler_side.unsettled import TakeBacks
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.loop import EngineLoop

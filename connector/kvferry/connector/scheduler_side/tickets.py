@@ -21,7 +21,7 @@ from kvferry.connector.scheduler_side.requests import (
     IssuedTicket,
     SchedulerContext,
 )
-from kvferry.connector.scheduler_side.unsettled import TakeBacks
+from kvferry.connector.scheduler_side.taken_back import TakeBacks
 from kvferry.connector.vllm.blocks import distinct_blocks
 from kvferry.connector.vllm.requests import cached_tokens_of, cut_prompt, has_ended_well
 from kvferry.plan.blocks import NULL_BLOCK

@@ -1,12 +1,18 @@
-"""Requests whose tokens vLLM may still take back, because a load within a step may turn out to have failed.
+"""Tokens that count as computed and that nothing has computed: vLLM undoes steps, or takes tokens back.
 
-A child of MultiConnector may load the first tokens of a request *synchronously*, within the step that first computes
-the request. vLLM schedules that step as if the tokens were there. From the step's output it learns which blocks were
-not filled, and takes the tokens back, with all that was computed from them (`Scheduler._handle_invalid_blocks`): of
-that request and of every other one that has hit those blocks.
+**Steps that vLLM undoes while it schedules** (`UndoneSteps`). By priority it may preempt a request that it has
+scheduled already. vLLM gives blocks their hashes when it schedules the step that fills them, and such a request is
+taken out of the step again. Its blocks are free then and keep the hashes, although nothing has written them: the
+request itself hits them when it is resumed, and so does every other one with its prompt (vllm#57580). The answers are
+wrong, here and on every engine that reads the prompt from here. So those hashes are taken out of the prefix cache in
+the same step.
 
-So a request that is admitted while such a load is not answered is *unsettled*: nothing of it is published. It is
-settled by the first step that is scheduled after the answers to all loads that it may have hit.
+**Tokens that vLLM takes back after a step** (`TakeBacks`). A child of MultiConnector may load the first tokens of a
+request *synchronously*, within the step that first computes the request. vLLM schedules that step as if the tokens were
+there. From the step's output it learns which blocks were not filled, and takes the tokens back, with all that was
+computed from them (`Scheduler._handle_invalid_blocks`): of that request and of every other one that has hit those
+blocks. So a request that is admitted while such a load is not answered is *unsettled*: nothing of it is published. It
+is settled by the first step that is scheduled after the answers to all loads that it may have hit.
 
 Of requests that share a block that was not filled, vLLM has one compute it again, and lets the others go on with what
 they have computed from it. Those are *unsound* from then on, and so is every block that they fill.
@@ -24,6 +30,47 @@ from kvferry.connector.scheduler_side.requests import (
     SchedulerContext,
 )
 from kvferry.connector.vllm.blocks import EngineBlocks
+
+
+class UndoneSteps:
+    """Takes what undone steps would have computed out of the prefix cache.
+
+    Args:
+        may_undo: whether vLLM may preempt a request that it has scheduled, see `facts.caches_uncomputed_blocks`.
+    """
+
+    def __init__(
+        self, requests: EngineRequests, blocks: EngineBlocks, *, may_undo: bool
+    ) -> None:
+        self._requests = requests
+        self._blocks = blocks
+        self._may_undo = may_undo
+
+    def scheduled(
+        self, num_tokens: Mapping[str, int], preempted: Collection[str]
+    ) -> None:
+        """A step was scheduled.
+
+        Args:
+            num_tokens: of each request, in this step.
+            preempted: requests whose blocks were freed since the last step.
+        """
+        if not self._may_undo:
+            return
+        for request_id in preempted:
+            entry = self._requests.find(request_id)
+            if entry is not None:
+                # vLLM does not say whether it had scheduled the request. If not, it had hashed nothing more either.
+                self._blocks.forget_after(entry.request, entry.num_scheduled)
+                entry.num_scheduled = 0
+        for request_id, num_new in num_tokens.items():
+            entry = self._requests.find(request_id)
+            if entry is not None:
+                request = entry.request
+                # Drafts count as scheduled, but only tokens that are certain are hashed.
+                entry.num_scheduled = min(
+                    request.num_computed_tokens + num_new, request.num_tokens
+                )
 
 
 class UnsettledRequests:
