@@ -138,7 +138,7 @@ def test_whatever_the_estimate_says_a_prompt_that_is_not_admitted_gets_blocks(
     slow.prefill(*names)
     slow.step(12, renew=names)
     monkeypatch.setattr(
-        "kvferry.connector.scheduler_side.block_demand.BlockDemand.lacking",
+        "kvferry.connector.scheduler_side.admission.BlockDemand.lacking",
         lambda *_: 0,
     )
     slow.prefill("waits", length=200)

@@ -1,11 +1,15 @@
-"""Which waiting request vLLM must skip, so that a load that failed never stops the others.
+"""Admission: which waiting request gets blocks, and which leases end for it.
 
-vLLM has two queues (`Scheduler.schedule`, v1/core/sched/scheduler.py:911). Requests that hold blocks are in the first
-one: loads in flight, loads that have ended, sessions. It is served first, and in both vLLM *stops* at the first
-request whose blocks are not free. That is safe as long as the first queue's head holds most of what it needs.
-A load that failed breaks this. vLLM takes its blocks away and leaves it where it is. It then needs more than its load
-took wherever a layer has a window, or where its blocks may still be written and are pinned. The loads behind it hold
-blocks, good or failed, and are not looked at: nothing runs any more, and nothing changes that.
+`BlockDemand` counts what requests lack, as vLLM will count it. `LeaseEviction` ends held leases when the engine needs
+their blocks or slots. `Admission` has vLLM skip a request that would stop the others. `StallWatch` notices if nothing
+is computed all the same.
+
+**Skipped requests.** vLLM has two queues (`Scheduler.schedule`, v1/core/sched/scheduler.py:911). Requests that hold
+blocks are in the first one: loads in flight, loads that have ended, sessions. It is served first, and in both vLLM
+*stops* at the first request whose blocks are not free. That is safe as long as the first queue's head holds most of
+what it needs. A load that failed breaks this. vLLM takes its blocks away and leaves it where it is. It then needs more
+than its load took wherever a layer has a window, or where its blocks may still be written and are pinned. The loads
+behind it hold blocks, good or failed, and are not looked at: nothing runs any more, and nothing changes that.
 
 A request for which the connector says "not yet" is *skipped*: the ones behind it are looked at, and if it holds no
 blocks it moves to the front of the second queue. So these wait like that:
@@ -16,18 +20,311 @@ blocks it moves to the front of the second queue. So these wait like that:
 | one too big beside pinned blocks | pins last as long as a producer stands still, maybe for ever | pins return |
 | a load too big beside a failed one | each would wait for the other, see `_is_kept_out` | the failed one runs |
 
-vLLM looks up the prefix of a skipped request in every step. So of the last two kinds all but the first few are parked
-(`parking.py`), and looked at again when pins or failed loads have changed.
+Of the last two kinds all but the first few are parked (`Parking`), and looked at again when pins or failed loads have
+changed.
+
+**Eviction.** A prompt's lease lives until its consumer has read it, an offered turn's for minutes. Without eviction, if
+the router is slow or loses a response, the cache would fill up with blocks that no consumer reads, and requests would
+wait for them; two engines that wait for each other's blocks would wait for ever. `eviction_order.py` has the order and
+the rules.
+
+**Stalls.** While requests wait and vLLM admits none, even if enough blocks are counted as free, admission is *stalled*.
+The n-th heartbeat of a stall asks for 2**(n-1) blocks more than are free. So a wrong count starves no request, and few
+leases end for a request that does not wait for blocks.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from kvferry.connector.scheduler_side.block_demand import BlockDemand
-from kvferry.connector.scheduler_side.requests import EngineRequest, FailedLoad, Parking
+from kvferry.connector.scheduler_side.requests import (
+    EngineRequest,
+    EngineRequests,
+    FailedLoad,
+    Parking,
+    SchedulerContext,
+)
+from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.vllm.blocks import EngineBlocks
+from kvferry.connector.vllm.requests import (
+    is_running,
+    needs_blocks,
+    waits_for_blocks,
+    waits_for_load,
+)
 from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
+from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
+from kvferry.scheduler.producer.eviction_order import Demand, candidates, evict
+from kvferry.scheduler.producer.lease import ProducerLease
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+_FIRST = 8
+"""Number of waiting requests whose need is counted. vLLM admits in order, so later ones wait for these anyway."""
+
+
+class BlockDemand:
+    """What the requests of one engine need, now and after every preemption.
+
+    Attributes:
+        draft_tokens: tokens of one step of a request with drafts; 0 without them.
+    """
+
+    def __init__(
+        self, config: VllmConfig, requests: EngineRequests, blocks: EngineBlocks
+    ) -> None:
+        self._requests = requests
+        self._blocks = blocks
+        self._max_running = config.scheduler_config.max_num_seqs
+        self._lookahead = config.num_lookahead_tokens
+        self.draft_tokens = 0
+        if config.num_speculative_tokens:
+            self.draft_tokens = 1 + config.num_speculative_tokens + self._lookahead
+        self._stalled_since_s: float | None = None
+        self._stalled_blocks = 1
+
+    def needs(self) -> list[int]:
+        """Blocks that each of the first waiting requests lacks, in order."""
+        # Running requests are mostly first in the order, so this reads at most as many as can run, and a few more.
+        waiting: list[Request] = []
+        is_any_running = False
+        for entry in self._requests.in_order():
+            request = entry.request
+            if is_running(request):
+                is_any_running = True
+            if needs_blocks(request):
+                waiting.append(request)
+            if len(waiting) == _FIRST:
+                break
+        # As vLLM: it leaves its watermark free only while something runs.
+        watermark = self._blocks.watermark if is_any_running else 0
+        return [self.lacking(request) + watermark for request in waiting]
+
+    def lacking(self, request: Request) -> int:
+        """Blocks that the whole sequence of a request lacks, with its lookahead tokens."""
+        max_tokens = self._blocks.max_model_len
+        num_tokens = min(request.num_tokens, max_tokens)
+        return self._blocks.lacking(
+            request.request_id,
+            num_tokens,
+            min(num_tokens + self._lookahead, max_tokens),
+            num_computed=request.num_computed_tokens,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+        )
+
+    # Stalls.
+
+    def admitted(self, request: Request) -> None:
+        """vLLM has allocated blocks for a request, so admission is not stalled. A preempted one does not count."""
+        if not request.num_preemptions:
+            self.end_stall()
+
+    def stalled_blocks(self, clock_s: float, heartbeat_s: float) -> int:
+        """Blocks that waiting requests are assumed to lack besides the free ones: more than 0 once in a heartbeat.
+
+        The first call begins the stall.
+        """
+        if self._stalled_since_s is None:
+            self._stalled_since_s = clock_s
+        if clock_s < self._stalled_since_s + heartbeat_s:
+            return 0
+        self._stalled_since_s = clock_s
+        if not self._may_lack_blocks():
+            return 0
+        blocks = self._stalled_blocks
+        self._stalled_blocks *= 2
+        return blocks
+
+    def end_stall(self) -> None:
+        """Admission is not stalled: a request was admitted or has ended, or none can lack blocks."""
+        self._stalled_since_s = None
+        self._stalled_blocks = 1
+
+    def _may_lack_blocks(self) -> bool:
+        """True if a request may be waiting for blocks only. It reads all requests."""
+        num_running = 0
+        is_any_waiting = False
+        for entry in self._requests:
+            request = entry.request
+            if is_running(request):
+                num_running += 1
+                if request.is_prefill_chunk:
+                    return False  # a prefill can use up every step: others wait for its end, not for blocks
+            elif waits_for_blocks(request):
+                is_any_waiting = True
+        return is_any_waiting and num_running < self._max_running
+
+
+_RESERVED = 8
+"""Turns and prefixes may be held while more than 1/8 of the blocks and of the slots are free."""
+
+_MANY = 1024
+_RECHECK_S = 0.05
+"""If more than `_MANY` leases may not be evicted yet, they are checked again after this time."""
+
+_COUNT_S_PER_BLOCK = 10e-6
+"""Wait per leased block before counting again: ten times the cost of counting the blocks that only leases keep."""
+
+
+class LeaseEviction:
+    """Compares the free blocks with the requests' need once per step, and ends leases.
+
+    Args:
+        block_demand: the blocks that this engine's requests lack.
+        max_leased_fraction: fraction of the engine's blocks that leases alone may keep for longer than a heartbeat.
+    """
+
+    def __init__(
+        self,
+        context: SchedulerContext,
+        block_demand: BlockDemand,
+        steps: Steps,
+        max_leased_fraction: float,
+    ) -> None:
+        self._offers_turns = context.local.offers_turns
+        self._leases = context.leases
+        self._blocks = context.blocks
+        self._block_demand = block_demand
+        self._steps = steps
+        self._max_leased_fraction = max_leased_fraction
+        self._is_disabled = False
+        # When leases that may still be read were first too many; None while they are not.
+        self._missed_since_s: float | None = None
+        self._recheck_s = 0.0
+        self._first_ending: str | None = None
+        self._first_ending_since_s = 0.0
+
+    @property
+    def is_coming(self) -> bool:
+        """True if blocks of ended leases will return to the pool soon, so that vLLM should wait and not preempt."""
+        # While the engine wakes, it does not know yet which leases ended while it slept.
+        if self._steps.is_waking:
+            return True
+        # If a worker's transfer thread is stuck, blocks do not return, and vLLM must not wait for them for ever: the
+        # lease that has been ending for the longest has a heartbeat.
+        heartbeat_s = self._leases.clock.heartbeat_s
+        if self._leases.clock_s > self._first_ending_since_s + heartbeat_s:
+            return False
+        return self._leases.block_references.num_coming() > 0
+
+    def evict(self) -> None:
+        """End as many leases as needed; their blocks return with the workers' reports, a step or two later."""
+        # While the engine wakes it is not known which leases are over. To end others would cost a prefill each.
+        if self._steps.is_waking or self._is_disabled:
+            return
+        # This reads vLLM's internals. Without eviction the engine goes on, and leases live until they expire.
+        try:
+            self._evict()
+        except Exception:
+            self._is_disabled = True
+            logger.exception(
+                "lease eviction disabled: free blocks could not be counted"
+            )
+
+    def _evict(self) -> None:
+        references = self._leases.block_references
+        clock_s = self._leases.clock_s
+        self._note_first_ending()
+        longest = self._blocks.longest
+        if longest is None or not references.num_requests or clock_s < self._recheck_s:
+            return
+        demand = self._demand(longest)
+        if demand is None:
+            self._missed_since_s = None
+            return
+        ranked = candidates(self._leases)
+        # At least as many as leases alone keep, and free to know.
+        num_leased = len(references)
+        if num_leased > demand.cap:
+            self._recheck_s = clock_s + num_leased * _COUNT_S_PER_BLOCK
+            num_leased = references.num_leased()
+        if evict(ranked, references, num_leased, demand, self._end):
+            self._missed_since_s = None
+        elif self._missed_since_s is None:
+            self._missed_since_s = clock_s
+        elif len(ranked) > _MANY:
+            self._recheck_s = max(self._recheck_s, clock_s + _RECHECK_S)
+
+    def _note_first_ending(self) -> None:
+        first = next(iter(self._leases.block_references.ending), None)
+        if first is None or first != self._first_ending:
+            self._first_ending = first
+            self._first_ending_since_s = self._leases.clock_s
+
+    def _end(self, lease: ProducerLease, how: str) -> None:
+        self._leases.end(lease, how)
+        logger.debug(
+            "req=%s slot=%d: lease ended early (%s)", lease.request_id, lease.slot, how
+        )
+
+    def _demand(self, longest: int) -> Demand | None:
+        """The blocks and slots that leases must give up; None if none.
+
+        Args:
+            longest: blocks of the longest possible request.
+        """
+        references = self._leases.block_references
+        num_blocks = self._blocks.num_blocks
+        # Without the null block.
+        cap = int((num_blocks - 1) * self._max_leased_fraction)
+        reserve = 0
+        if self._offers_turns or self._leases.num_prefixes:
+            reserve = num_blocks // _RESERVED
+        are_slots_short = self._are_slots_short()
+        num_leased = len(references)
+        is_within_limits = num_leased <= cap and not are_slots_short
+        num_free = self._blocks.num_free
+        if is_within_limits and num_free >= longest + reserve:
+            # No request can need more. Most steps end here, so this is all that they pay: it has constant cost.
+            self._block_demand.end_stall()
+            return None
+        num_coming = references.num_coming()
+        num_free += num_coming
+        needs = self._block_demand.needs()
+        # A request that lacks more than all leases could give up is not admitted by eviction. It waits for running
+        # ones, and the leases would end for nothing.
+        need = max((need for need in needs if need <= num_free + num_leased), default=0)
+        stalled_blocks = 0
+        may_be_stalled = bool(needs) and not num_coming and num_free < longest
+        if may_be_stalled:
+            stalled_blocks = self._block_demand.stalled_blocks(
+                self._leases.clock_s, self._leases.clock.heartbeat_s
+            )
+        if stalled_blocks:
+            need = max(need, min(num_free + stalled_blocks, longest))
+        if is_within_limits and num_free >= need + reserve:
+            return None
+        return Demand(
+            free=num_free,
+            need=need,
+            reserve=reserve,
+            cap=cap,
+            are_slots_short=are_slots_short,
+            lasts=bool(stalled_blocks) or self._is_missed_for_long(),
+        )
+
+    def _are_slots_short(self) -> bool:
+        """True if turns or prefixes occupy slots that other leases will need."""
+        if not self._offers_turns and not self._leases.num_prefixes:
+            return False
+        slots = self._leases.slots
+        num_free = slots.free + len(self._leases.block_references.ending)
+        return num_free < slots.count / _RESERVED
+
+    def _is_missed_for_long(self) -> bool:
+        """True if the need or the cap has been missed for a heartbeat."""
+        if self._missed_since_s is None:
+            return False
+        heartbeat_s = self._leases.clock.heartbeat_s
+        return self._leases.clock_s >= self._missed_since_s + heartbeat_s
+
 
 _MAX_COUNTED = 4096
 """Most lengths of requests whose number of blocks is remembered."""
@@ -164,3 +461,99 @@ class Admission:
     def _can_count(self) -> bool:
         """True if this vLLM counts the blocks of a request. If not, only failed loads move."""
         return self._blocks.longest is not None
+
+
+class StallWatch:
+    """Notices that the engine computes nothing although nothing keeps it from that.
+
+    No order of events is known in which that lasts (see above). It would be the worst fault of all, since a
+    decoder that stands still looks like one without work, and ends only when clients give up. So it is counted and
+    logged.
+
+    Args:
+        steps: an engine that is paused does not stand still.
+    """
+
+    def __init__(self, context: SchedulerContext, steps: Steps) -> None:
+        self._requests = context.requests
+        self._blocks = context.blocks
+        self._leases = context.leases
+        self._loads = context.loads
+        self._counters = context.counters
+        self._steps = steps
+        self._since_s: float | None = None  # on the leases' clock
+        self._num_heartbeats = 0
+
+    def step(self, computes: bool) -> None:
+        """A step has been scheduled.
+
+        Args:
+            computes: whether it computes tokens.
+        """
+        if computes or self._loads.in_flight or not len(self._requests):
+            self._reset()
+            return
+        # On the leases' clock, which stands still while this process does not run: a paused machine is no stall.
+        clock_s = self._leases.clock_s
+        if self._since_s is None:
+            self._since_s = clock_s
+        heartbeat_s = self._leases.clock.heartbeat_s
+        # It reads all requests, so once in a heartbeat and not in every step.
+        if clock_s < self._since_s + heartbeat_s * (self._num_heartbeats + 1):
+            return
+        holding = [entry.request for entry in self._requests if self._is_over(entry)]
+        waiting = [
+            entry.request
+            for entry in self._requests
+            if waits_for_blocks(entry.request) and entry.record.query is None
+        ]
+        is_stalled = bool(holding) or (bool(waiting) and self._blocks.num_free > 0)
+        if not is_stalled or self._steps.is_paused:
+            self._reset()
+            return
+        self._num_heartbeats += 1
+        self._counters.add("stalled_heartbeats")
+        if _is_power_of_two(self._num_heartbeats):  # it may last for hours
+            self._log(clock_s - self._since_s, holding, waiting)
+
+    def _reset(self) -> None:
+        self._since_s = None
+        self._num_heartbeats = 0
+
+    def _is_over(self, entry: EngineRequest) -> bool:
+        """True if its load has ended, while vLLM has not looked at it since."""
+        prompt = entry.record.prompt
+        if prompt is None or not waits_for_load(entry.request):
+            return False
+        return prompt.state in (RemotePromptState.LOADED, RemotePromptState.FAILED)
+
+    def _log(
+        self, lasted_s: float, holding: list[Request], waiting: list[Request]
+    ) -> None:
+        num_pinned = self._loads.quarantine.num_blocks
+        example = (holding or waiting)[0]
+        advice = (
+            "abort that request or restart this engine, and report this line as a bug"
+        )
+        if num_pinned:
+            advice = "restart the producer that does not answer, or wait for failed_read_grace_s: pinned blocks return"
+        logger.error(
+            "nothing was computed for %.0f s, though %d requests wait for blocks and %d whose load is over have not "
+            "been looked at, %d of %d blocks are free (%d pinned by failed loads, %d leased) and no load is in flight; "
+            "one of them is req=%s with %d tokens (%s): %s",
+            lasted_s,
+            len(waiting),
+            len(holding),
+            self._blocks.num_free,
+            self._blocks.num_blocks - 1,
+            num_pinned,
+            len(self._leases.block_references),
+            example.request_id,
+            example.num_tokens,
+            example.status.name,
+            advice,
+        )
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

@@ -18,16 +18,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata
-from kvferry.connector.scheduler_side.admission import Admission
-from kvferry.connector.scheduler_side.block_demand import BlockDemand
+from kvferry.connector.scheduler_side.admission import (
+    Admission,
+    BlockDemand,
+    LeaseEviction,
+    StallWatch,
+)
 from kvferry.connector.scheduler_side.intake import RequestIntake
-from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake, PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.scheduler_side.side_channel import SideChannel
-from kvferry.connector.scheduler_side.stall_watch import StallWatch
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.taken_back import UndoneSteps
 from kvferry.connector.scheduler_side.tickets import TicketBuilder

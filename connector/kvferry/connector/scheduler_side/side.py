@@ -18,18 +18,20 @@ from kvferry.connector.engine.facts import (
     writes_states_late,
 )
 from kvferry.connector.engine.local_engine import LocalEngine, token_bytes
-from kvferry.connector.scheduler_side.admission import Admission
-from kvferry.connector.scheduler_side.block_demand import BlockDemand
+from kvferry.connector.scheduler_side.admission import (
+    Admission,
+    BlockDemand,
+    LeaseEviction,
+    StallWatch,
+)
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.hooks import EngineStep, RequestLife, RequestParts
 from kvferry.connector.scheduler_side.intake import RemotePromptIntake, RequestIntake
-from kvferry.connector.scheduler_side.lease_eviction import LeaseEviction
 from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake, PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerContext
 from kvferry.connector.scheduler_side.side_channel import SideChannel
-from kvferry.connector.scheduler_side.stall_watch import StallWatch
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.taken_back import TakeBacks, UndoneSteps
 from kvferry.connector.scheduler_side.tickets import ParamsBuilder, TicketBuilder
