@@ -21,7 +21,7 @@ from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerC
 from kvferry.connector.scheduler_side.tickets import leave_out, prompt_of
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.blocks import EngineBlocks
-from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.connector.vllm.core import EngineLoop
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.engine.facts import has_no_dp_siblings
-from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.connector.vllm.core import EngineLoop
 from kvferry.link.load_notifier import LoadNotifier
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.prompt_queries import announced_id

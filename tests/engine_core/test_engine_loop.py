@@ -16,8 +16,7 @@ import pytest
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
-from kvferry.connector.vllm.loop import EngineLoop
-from kvferry.connector.vllm.weights import RunningWeights
+from kvferry.connector.vllm.core import EngineLoop, RunningWeights
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, encode_params
 from kvferry.worker.loads.state import LoadState
 from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.scheduler_side.steps import StepReason, Steps
-from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.connector.vllm.core import EngineLoop
 from kvferry.protocol.prompt_queries import Answer, PromptProgress
 from tests.engine_core.offers import offer
 from tests.engine_core.test_quarantined_blocks import report

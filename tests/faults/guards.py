@@ -474,7 +474,7 @@ GUARDS = (
         "weights",
         "prompts of updated weights share nothing with those of before",
         (1,),
-        "kvferry.connector.vllm.weights:RunningWeights.version",
+        "kvferry.connector.vllm.core:RunningWeights.version",
         switches.always(""),
         (
             "tests/engine_core/test_engine_loop.py::"

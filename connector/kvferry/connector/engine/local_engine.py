@@ -16,7 +16,7 @@ from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.adapters import Adapters
 from kvferry.connector.engine.facts import can_stream, topology_of
 from kvferry.connector.layout.discovery import groups_of
-from kvferry.connector.vllm.weights import RunningWeights
+from kvferry.connector.vllm.core import RunningWeights
 from kvferry.plan.tokens import reaches_back
 from kvferry.protocol.description_json import encode_engine_json, to_engine_json
 from kvferry.protocol.errors import InvalidConfig

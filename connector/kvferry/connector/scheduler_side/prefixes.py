@@ -39,7 +39,7 @@ from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.scheduler_side.taken_back import TakeBacks
 from kvferry.connector.scheduler_side.tickets import ParamsBuilder, prompt_of
-from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.connector.vllm.core import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.connector.vllm.requests import hint_actions
 from kvferry.link.query_commands import Producer

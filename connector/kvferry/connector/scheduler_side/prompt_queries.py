@@ -26,7 +26,7 @@ from kvferry.connector.scheduler_side.requests import (
     EngineRequests,
     Parking,
 )
-from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.connector.vllm.core import EngineLoop
 from kvferry.link.query_commands import SETTLING, Producer, QueryCommands
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.errors import InputError

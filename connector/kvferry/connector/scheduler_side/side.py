@@ -37,7 +37,7 @@ from kvferry.connector.scheduler_side.taken_back import TakeBacks, UndoneSteps
 from kvferry.connector.scheduler_side.tickets import ParamsBuilder, TicketBuilder
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm.blocks import EngineBlocks
-from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.connector.vllm.core import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.link.load_notifier import LoadListener
 from kvferry.link.secrets import secrets_from_environment

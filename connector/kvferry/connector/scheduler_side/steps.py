@@ -42,7 +42,7 @@ from collections.abc import Iterable
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.prefixes import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
-from kvferry.connector.vllm.loop import EngineLoop
+from kvferry.connector.vllm.core import EngineLoop
 from kvferry.link.load_notifier import LoadListener
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger

@@ -13,8 +13,8 @@ Nothing else in this package imports `vllm.v1` at run time or reads a private at
 | `requests.py` | the tokens of a prompt whose last ones are left out | such a prompt is computed twice |
 | `requests.py` | a request's count of cached tokens | with both legs at once, usage is the decoder's |
 | `blocks.py` | the number of blocks that a request lacks | leases are not evicted |
-| `loop.py` | the engine's loop (`EngineLoop`) | an idle engine is not woken, and no pause is seen |
-| `weights.py` | the weights' version, calls that change them | updated ones are taken for those of the start |
+| `core.py` | the engine's loop (`EngineLoop`) | an idle engine is not woken, and no pause is seen |
+| `core.py` | the weights' version, calls that change them | updated ones are taken for those of the start |
 | `sleep.py` | the backend of sleep mode, with sleep mode or its allocator | the start ends |
 | `sleep.py` | the executor's sleep and wake-up, with the same | the start ends |
 | `model_config.py` | a model's configuration as vLLM reads it | the one in memory is compared |
