@@ -110,7 +110,7 @@ GUARDS = (
         "raised-step",
         "nothing is readable that a step which raised was to write",
         (1,),
-        "kvferry.connector.worker_side.step_watch:StepWatch.has_raised",
+        "kvferry.connector.worker_side.side:StepWatch.has_raised",
         switches.always(False),
         (
             "tests/engine_core/test_raised_steps.py::test_nothing_of_a_step_that_raised_is_read"

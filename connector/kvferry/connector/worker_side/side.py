@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -36,7 +37,6 @@ from kvferry.connector.messages import (
 )
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.tracing.worker_events import WorkerTracing, worker_tracing
-from kvferry.connector.worker_side.step_watch import StepWatch
 from kvferry.link.secrets import secrets_from_environment
 from kvferry.protocol.geometry import Place
 from kvferry.worker.caches import KvCaches
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
+
 
 _IDLE_STEP_TIMEOUT_S = 2e-3
 """Time that a step that computes nothing waits for a load.
@@ -355,3 +356,50 @@ class WorkerSide:
         if reads or uses_host_buffer(self._vllm_config):
             return self._config.staging_pool_bytes
         return 0
+
+
+class StepWatch:
+    """Finds out whether the step of one worker has raised, which vLLM does not tell a connector.
+
+    vLLM throws such a step's output away, but the worker may live on. Without this watch its prompts would become READY
+    like any other, and a decoder would read what was never written.
+
+    Args:
+        max_steps: the most steps in flight.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        self._max_steps = max_steps
+        self._bad_steps = 0
+        self._handled: BaseException | None = None
+        self._has_reported = True
+
+    def has_raised(self) -> bool:
+        """Whether what the present step computes must not be read."""
+        # vLLM's first model runner calls the hooks of a step's end in a `finally`: if the step has raised, an exception
+        # is being handled that was not when the step began.
+        if sys.exc_info()[1] is not self._handled:
+            self._count_bad_step()
+        return self._bad_steps > 0
+
+    def reports(self) -> None:
+        """The step's results are taken: both runners do so in every step that does not raise."""
+        self._has_reported = True
+
+    def end(self) -> None:
+        """Another step is about to begin."""
+        # vLLM's second model runner leaves the hooks of a step's end out if the step has raised.
+        if not self._has_reported:
+            self._count_bad_step()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._bad_steps = max(0, self._bad_steps - 1)
+        # The caller may be handling another error all the while.
+        self._handled = sys.exc_info()[1]
+        self._has_reported = False
+
+    def _count_bad_step(self) -> None:
+        # Where steps overlap, some more have been scheduled before vLLM hears of it. They may go on from what was not
+        # written, so they are bad too.
+        self._bad_steps = self._max_steps
