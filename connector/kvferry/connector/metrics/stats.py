@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvferry.connector.metrics.tables import OTHER_PEERS
+from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.protocol.orders import FailureReason
-from kvferry.scheduler.counters import CounterKey
+from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.counters import CounterKey, Counters
+from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.worker.loads.record import LoadRecord, Stage
-from kvferry.worker.loads.results import StepResults
+from kvferry.worker.loads.results import StepResults, WorkerGauges
 from kvferry.worker.peers.peer import PeerKey
 
 _LONGEST = 128
@@ -209,3 +213,68 @@ def _add(counters: LabelledCounts, more: Mapping[str, Mapping[str, float]]) -> N
         ours = counters.setdefault(name, {})
         for label, amount in by_label.items():
             ours[label] = ours.get(label, 0) + amount
+
+
+class EngineMonitor:
+    """The statistics of one engine's scheduler: reads both ledgers, and changes nothing.
+
+    Only the scheduler reports an engine's gauges, of which an engine has one: a front end may get only some of an
+    engine's steps, and keeps the latest value.
+
+    Attributes:
+        counters: of this engine.
+    """
+
+    def __init__(
+        self,
+        leases: ProducerLedger,
+        loads: ConsumerLedger,
+        blocks: EngineBlocks,
+        counters: Counters,
+    ) -> None:
+        self.counters = counters
+        self._leases = leases
+        self._loads = loads
+        self._blocks = blocks
+        self._workers: dict[int, WorkerGauges] = {}
+        self._reported_gauges: dict[str, float] = {}
+
+    def update(self, gauges: Mapping[int, WorkerGauges]) -> None:
+        """Take the latest values of some workers."""
+        self._workers.update(gauges)
+
+    def take_stats(self) -> FerryStats | None:
+        """Counters and samples since the last call, and gauges that have changed."""
+        gauges = self._gauges()
+        changed = dict(gauges.items() - self._reported_gauges.items())
+        self._reported_gauges = gauges
+        counts = self.counters.take()
+        samples = self.counters.take_samples()
+        return FerryStats.from_counts(counts, samples, changed)
+
+    def _gauges(self) -> dict[str, float]:
+        """Constant cost: the ledgers maintain the counts."""
+        references = self._leases.block_references
+        loads = self._loads
+        usable_blocks = self._blocks.num_blocks - 1  # without the null block
+        leased_fraction = 0.0
+        if usable_blocks > 0:
+            leased_fraction = len(references) / usable_blocks
+        workers = self._workers.values()
+        return {
+            "loads_now": loads.in_flight,
+            "prompts_waiting_now": loads.waiting,
+            "leases_computing_now": len(self._leases) - references.num_requests,
+            "leases_held_now": references.num_requests,
+            "lease_slots": self._leases.slots.count,
+            "leased_blocks_now": len(references),
+            "leased_fraction_now": leased_fraction,
+            "staging_used_bytes": max(
+                (worker.staging_used_bytes for worker in workers), default=0
+            ),
+            "staging_pool_bytes": max(
+                (worker.staging_pool_bytes for worker in workers), default=0
+            ),
+            "peers_now": max((worker.peers for worker in workers), default=0),
+            **loads.quarantine.gauges(time.monotonic()),
+        }

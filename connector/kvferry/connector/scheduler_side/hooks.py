@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvferry.connector.messages import FerryMetadata, FerryWorkerMetadata
+from kvferry.connector.metrics.stats import EngineMonitor
 from kvferry.connector.scheduler_side.admission import (
     Admission,
     BlockDemand,
@@ -25,7 +26,6 @@ from kvferry.connector.scheduler_side.admission import (
     StallWatch,
 )
 from kvferry.connector.scheduler_side.intake import RequestIntake
-from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake, PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext

@@ -18,6 +18,7 @@ from kvferry.connector.engine.facts import (
     writes_states_late,
 )
 from kvferry.connector.engine.local_engine import LocalEngine, token_bytes
+from kvferry.connector.metrics.stats import EngineMonitor
 from kvferry.connector.scheduler_side.admission import (
     Admission,
     BlockDemand,
@@ -27,7 +28,6 @@ from kvferry.connector.scheduler_side.admission import (
 from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.hooks import EngineStep, RequestLife, RequestParts
 from kvferry.connector.scheduler_side.intake import RemotePromptIntake, RequestIntake
-from kvferry.connector.scheduler_side.monitor import EngineMonitor
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake, PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerContext
@@ -216,7 +216,7 @@ class SchedulerSide:
             context, self.demand, self.steps, config.max_leased_fraction
         )
         admission = Admission(self.demand, self.blocks, self.loads.quarantine)
-        self.monitor = EngineMonitor(context)
+        self.monitor = EngineMonitor(self.leases, self.loads, self.blocks, counters)
 
         try:
             self.channel = SideChannel(
