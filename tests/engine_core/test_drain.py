@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.scheduler_side.drain import Drain
-from kvferry.scheduler.counters import Counters
-from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.connector.vllm.core import EngineLoop
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import SchedulerEngine, tokens
@@ -35,7 +33,7 @@ DRAINS: dict[str, Any] = {
 def terminate(node: Node | SchedulerEngine) -> None:
     """The effect of SIGTERM on the connector, without the engine's own part."""
     engine = node.engine if isinstance(node, Node) else node
-    engine.connector.scheduler_side.steps.drain.is_requested = True
+    engine.connector.scheduler_side.steps.loop.is_ending = True
 
 
 def may_end(node: Node) -> bool:
@@ -136,27 +134,23 @@ def vllm_received() -> Iterator[list[int]]:
     signal.signal(signal.SIGTERM, before)
 
 
-def drain_of_nothing() -> Drain:
-    return Drain(ProducerLedger(1, 30.0, Counters()), 0.0)
-
-
 def test_a_signal_is_noticed_and_reaches_the_handler_that_was_there(
     vllm_received: list[int],
 ) -> None:
-    drain = drain_of_nothing()
-    assert not drain.is_requested
+    loop = EngineLoop()
+    assert not loop.is_ending
     os.kill(os.getpid(), signal.SIGTERM)
-    assert (drain.is_requested, vllm_received) == (True, [signal.SIGTERM])
+    assert (loop.is_ending, vllm_received) == (True, [signal.SIGTERM])
 
 
 def test_nothing_is_changed_where_no_handler_is_set_or_on_another_thread(
     vllm_received: list[int],
 ) -> None:
     ours = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=drain_of_nothing)
+    thread = threading.Thread(target=EngineLoop)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is ours
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    drain_of_nothing()
+    EngineLoop()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

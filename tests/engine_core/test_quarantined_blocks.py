@@ -127,6 +127,6 @@ def test_an_engine_that_ends_does_not_wait_for_blocks_in_quarantine(
     assert engine.scheduler.has_requests(), (
         "while it serves, it steps until they are back"
     )
-    engine.connector.scheduler_side.steps.drain.is_requested = True
+    engine.connector.scheduler_side.steps.loop.is_ending = True
     engine.step()
     assert not engine.scheduler.has_requests()

@@ -69,7 +69,7 @@ def test_pinned_blocks_are_a_reason_until_they_are_reported_free(
 def test_a_held_lease_is_a_reason_while_the_engine_drains(
     holding: SchedulerEngine,
 ) -> None:
-    steps_of(holding).drain.is_requested = True
+    steps_of(holding).loop.is_ending = True
     assert steps_of(holding).reason() is StepReason.DRAIN
     holding.step(over={"p"})
     assert steps_of(holding).reason() is None

@@ -48,6 +48,7 @@ from kvferry.connector.scheduler_side.requests import (
 )
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.vllm.blocks import EngineBlocks
+from kvferry.connector.vllm.core import EngineLoop
 from kvferry.connector.vllm.requests import (
     is_running,
     needs_blocks,
@@ -471,16 +472,16 @@ class StallWatch:
     logged.
 
     Args:
-        steps: an engine that is paused does not stand still.
+        loop: an engine that is paused does not stand still.
     """
 
-    def __init__(self, context: SchedulerContext, steps: Steps) -> None:
+    def __init__(self, context: SchedulerContext, loop: EngineLoop) -> None:
         self._requests = context.requests
         self._blocks = context.blocks
         self._leases = context.leases
         self._loads = context.loads
         self._counters = context.counters
-        self._steps = steps
+        self._loop = loop
         self._since_s: float | None = None  # on the leases' clock
         self._num_heartbeats = 0
 
@@ -508,7 +509,7 @@ class StallWatch:
             if waits_for_blocks(entry.request) and entry.record.query is None
         ]
         is_stalled = bool(holding) or (bool(waiting) and self._blocks.num_free > 0)
-        if not is_stalled or self._steps.is_paused:
+        if not is_stalled or self._loop.is_paused:
             self._reset()
             return
         self._num_heartbeats += 1

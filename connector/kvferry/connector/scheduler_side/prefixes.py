@@ -34,7 +34,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvferry.connector.allowed_hosts import TrustedHosts
-from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.scheduler_side.taken_back import TakeBacks
@@ -414,7 +413,6 @@ class PrefixLeases:
         cache: PrefixCache,
         take_backs: TakeBacks,
         builder: ParamsBuilder,
-        drain: Drain,
         loop: EngineLoop,
         directory: PrefixDirectory,
     ) -> None:
@@ -424,7 +422,6 @@ class PrefixLeases:
         self._cache = cache
         self._take_backs = take_backs
         self._builder = builder
-        self._drain = drain
         self._loop = loop
         self._directory = directory
         self._taking: deque[_Taking] = deque()
@@ -543,7 +540,7 @@ class PrefixLeases:
 
     def _why_not(self, taking: _Taking) -> PrefixRefusal | None:
         """Why a prefix cannot be held now; None if it can."""
-        if self._drain.is_requested or self._loop.is_paused:
+        if self._loop.is_ending or self._loop.is_paused:
             return PrefixRefusal.NO_PREFIX
         if taking.queried.generation != self._directory.generation:
             return PrefixRefusal.NO_PREFIX

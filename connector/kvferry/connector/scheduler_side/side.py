@@ -25,7 +25,6 @@ from kvferry.connector.scheduler_side.admission import (
     LeaseEviction,
     StallWatch,
 )
-from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.hooks import EngineStep, RequestLife, RequestParts
 from kvferry.connector.scheduler_side.intake import RemotePromptIntake, RequestIntake
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake, PrefixLeases
@@ -191,9 +190,8 @@ class SchedulerSide:
         )
         prefixes = PrefixDirectory(self.prefix_cache, builder.build_prefix, counters)
         prefixes.wake_engine = loop.wake
-        drain = Drain(self.leases, float(vllm_config.shutdown_timeout))
         self.prefix_leases = PrefixLeases(
-            context, self.prefix_cache, take_backs, builder, drain, loop, prefixes
+            context, self.prefix_cache, take_backs, builder, loop, prefixes
         )
 
         # When the engine steps, and who gets blocks.
@@ -206,7 +204,7 @@ class SchedulerSide:
             self.queries,
             self.prefix_leases,
             workers,
-            drain=drain,
+            drain_s=float(vllm_config.shutdown_timeout),
             loop=loop,
             load_listener=load_listener,
             may_wait=has_no_dp_siblings(vllm_config),
@@ -254,7 +252,7 @@ class SchedulerSide:
             self.life,
             undone=UndoneSteps(self.requests, self.blocks, may_undo=may_undo_steps),
             eviction=self.eviction,
-            stalls=StallWatch(context, self.steps),
+            stalls=StallWatch(context, loop),
             monitor=self.monitor,
         )
 

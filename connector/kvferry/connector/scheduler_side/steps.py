@@ -36,16 +36,19 @@ parallelism or pipeline stages, where others would wait for this engine's step, 
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from collections.abc import Iterable
 
-from kvferry.connector.scheduler_side.drain import Drain
 from kvferry.connector.scheduler_side.prefixes import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.vllm.core import EngineLoop
 from kvferry.link.load_notifier import LoadListener
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.producer.eviction_order import release_idle_turns
 from kvferry.scheduler.producer.ledger import ProducerLedger
+
+logger = logging.getLogger(__name__)
 
 MAX_IDLE_S = 15.0
 """Longest rest of an engine that holds leases or has requests; its metrics are hardly older. More steps would be
@@ -65,18 +68,63 @@ class StepReason(enum.Enum):
     PRODUCERS = enum.auto()
 
 
+class Drain:
+    """The drain of one engine.
+
+    On SIGTERM an engine steps until it has no work, and held leases count as work. So leases that no consumer will read
+    must end, or the engine steps until it is killed.
+
+        time to drain (`--shutdown-timeout`)     leases of prompts     offered answers (turns)
+        0 s                                      end at once           end at once
+        more                                     are waited for        end; none is offered any more
+
+    Args:
+        drain_s: seconds that vLLM waits for running requests.
+
+    Attributes:
+        has_begun: whether a step has seen that the engine is to end.
+    """
+
+    def __init__(self, leases: ProducerLedger, drain_s: float) -> None:
+        self.has_begun = False
+        self._leases = leases
+        self._drain_s = drain_s
+
+    def step(self) -> None:
+        """A step of an engine that is to end. After the first one, turns that were offered or became idle since end."""
+        is_first = not self.has_begun
+        self.has_begun = True
+        num_ended = self._end_leases(is_first=is_first)
+        if is_first:
+            logger.info(
+                "shutting down: %d leases ended, waiting for %d",
+                num_ended,
+                len(self._leases.block_references.held),
+            )
+
+    def _end_leases(self, *, is_first: bool) -> int:
+        if self._drain_s:
+            # In every step: the next request of a conversation goes to another engine anyway, so a turn that is held
+            # when a running request ends would only keep this one.
+            return release_idle_turns(self._leases, "shutdown")
+        if is_first:
+            return self._leases.release_all("shutdown")
+        return 0
+
+
 class Steps:
     """When the engine of this process steps, rests and wakes.
 
     Args:
         num_workers: of this engine.
-        drain: ends leases at the beginning of a step.
+        drain_s: see `Drain`.
         loop: of this engine; `queries` notifies the same one.
         load_listener: hears when a worker has ended a load; None if this engine loads nothing.
         may_wait: whether a step may take a moment: no other engine and no other stage waits for it.
 
     Attributes:
-        drain, load_listener, may_wait: as given.
+        drain: ends leases at the beginning of a step, when the engine is to end.
+        loop, load_listener, may_wait: as given.
     """
 
     def __init__(
@@ -87,19 +135,19 @@ class Steps:
         prefix_leases: PrefixLeases,
         num_workers: int,
         *,
-        drain: Drain,
+        drain_s: float,
         loop: EngineLoop,
         load_listener: LoadListener | None,
         may_wait: bool,
     ) -> None:
-        self.drain = drain
+        self.drain = Drain(leases, drain_s)
+        self.loop = loop
         self.load_listener = load_listener
         self.may_wait = may_wait
         self._leases = leases
         self._loads = loads
         self._queries = queries
         self._prefix_leases = prefix_leases
-        self._loop = loop
         self._workers = frozenset(range(num_workers))
         self._unreported: set[int] = set()
         self._may_sleep = False
@@ -126,7 +174,7 @@ class Steps:
         return self._reason_of_leases()
 
     def _reason_of_leases(self) -> StepReason | None:
-        is_draining = self.drain.is_requested
+        is_draining = self.loop.is_ending
         if self._leases.needs_step:
             return StepReason.ORDERS
         if self._prefix_leases.needs_step:
@@ -138,7 +186,7 @@ class Steps:
             return None
         if is_draining:
             return StepReason.DRAIN
-        if self._loop.is_paused:
+        if self.loop.is_paused:
             # As with requests. The calls that follow a pause (emptying caches, loading weights) must find no held
             # block.
             return StepReason.PAUSE
@@ -160,7 +208,8 @@ class Steps:
             self._may_sleep = False
             self._unreported = set(self._workers)
             self._waking_until_s = self._leases.clock_s + self._leases.clock.heartbeat_s
-        self.drain.step()
+        if self.loop.is_ending:
+            self.drain.step()
         return bool(self._unreported)
 
     def reported(self, workers: Iterable[int]) -> None:
@@ -179,11 +228,6 @@ class Steps:
         At most a heartbeat long: a worker that stands still must not keep leases from expiring or being evicted.
         """
         return bool(self._unreported) and self._leases.clock_s <= self._waking_until_s
-
-    @property
-    def is_paused(self) -> bool:
-        """True if the engine is paused, and schedules nothing for that reason."""
-        return self._loop.is_paused
 
     # Waiting, on the loop's own thread.
 
@@ -237,7 +281,7 @@ class Steps:
             until_s = min(until_s, next_query_s)
         if self._queries.has_answers or until_s <= now_s:
             return True
-        return self._loop.wait(until_s - now_s)
+        return self.loop.wait(until_s - now_s)
 
     @property
     def _expects_reports(self) -> bool:
@@ -254,12 +298,12 @@ class Steps:
 
     def wake(self) -> None:
         """Have the loop look for reasons to step."""
-        self._loop.wake()
+        self.loop.wake()
 
     def poll(self) -> None:
         """Wake an engine that has rested for `MAX_IDLE_S`. Called by the listener's thread, twice a second or more."""
         if self._may_sleep and self._has_rested_long():
-            self._loop.wake()
+            self.loop.wake()
 
     def close(self) -> None:
         """Idempotent. The thread that watches the load listener must have ended."""

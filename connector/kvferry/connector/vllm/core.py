@@ -1,13 +1,15 @@
-"""vLLM's engine core in this process: its loop (paused, waking, waiting on its thread) and its weights' version."""
+"""vLLM's engine core in this process: its loop (paused, ending, waking, waiting on its thread) and weights' version."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import secrets
+import signal
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -24,15 +26,24 @@ class EngineLoop:
 
     If the core is not found (the engine runs within a user's own program, or this vLLM keeps it elsewhere), the loop
     neither waits nor is woken, and no pause is seen.
+
+    Attributes:
+        is_ending: whether this process has received SIGTERM or SIGINT.
     """
 
     def __init__(self) -> None:
+        self.is_ending = False
         self._core: Any = None
         # Two messages, told apart by identity. vLLM treats both alike: it looks for work.
         self._wakeup: Any = None
         self._news: Any = None
         self._is_waiting = False
         self._is_reported = False
+        # vLLM calls a connector's `shutdown` only at the very end. Python lets the main thread alone set handlers: an
+        # engine on another thread notices no signal.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._notice(number)
 
     def wake(self) -> None:
         """Have the loop check whether it must step; ends `wait`, which then returns False."""
@@ -78,6 +89,20 @@ class EngineLoop:
                 while queue.queue and queue.queue[0] is self._news:
                     queue.queue.popleft()
             return not queue.queue
+
+    def _notice(self, number: signal.Signals) -> None:
+        """Set a handler that sets `is_ending` and calls the one that was there."""
+        # vLLM sets its handlers before it creates a connector (v1/engine/core.py:1469). If there is none, the engine
+        # runs within another program: to set one would change how that program ends.
+        before = signal.getsignal(number)
+        if not callable(before) or before is signal.default_int_handler:
+            return
+
+        def on_signal(given: int, frame: FrameType | None) -> None:
+            self.is_ending = True
+            before(given, frame)
+
+        signal.signal(number, on_signal)
 
     def _try(self, call: Callable[[Any], Any]) -> Any:
         """The result of `call` with the engine core; None, and one line in the log, if that fails."""
