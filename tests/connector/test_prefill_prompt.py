@@ -12,7 +12,6 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.connector.engine.local_engine import LocalEngine, tokens_left_out
 from kvferry.connector.scheduler_side.intake import RemotePromptIntake, RequestIntake
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake
@@ -22,6 +21,7 @@ from kvferry.connector.scheduler_side.tickets import leave_out, prompt_of
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.core import EngineLoop
+from kvferry.link.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.connector.scheduler_side.prompt_queries import Settled
 from kvferry.link import allowed_hosts, host_names
+from kvferry.link.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.link.secrets import VARIABLE
 from kvferry.protocol.hosts import HOST_VARIABLE
 from kvferry.protocol.ids import new_boot_id

@@ -670,10 +670,10 @@ GUARDS = (
         "prefix-hosts",
         "a host that a request names without an announcement is asked only if it is listed, or with a secret",
         (9,),
-        "kvferry.connector.allowed_hosts:TrustedHosts.why_not_unannounced",
+        "kvferry.link.allowed_hosts:TrustedHosts.why_not_unannounced",
         switches.always(None),
         (
-            "tests/connector/test_allowed_hosts.py::"
+            "tests/link/test_allowed_hosts.py::"
             "test_a_source_without_an_announcement_must_be_listed_or_share_a_secret",
         ),
     ),

@@ -21,7 +21,6 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from kvferry.connector.allowed_hosts import TrustedHosts
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake
 from kvferry.connector.scheduler_side.prompt_queries import (
     PromptQueries,
@@ -36,6 +35,7 @@ from kvferry.connector.scheduler_side.tickets import (
     prompt_of,
 )
 from kvferry.connector.vllm.requests import report_cached_tokens
+from kvferry.link.allowed_hosts import TrustedHosts
 from kvferry.link.lease_commands import RemoteLease
 from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import Prompt, shared_tokens

@@ -33,7 +33,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvferry.connector.allowed_hosts import TrustedHosts
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.scheduler_side.taken_back import TakeBacks
@@ -41,6 +40,7 @@ from kvferry.connector.scheduler_side.tickets import ParamsBuilder, prompt_of
 from kvferry.connector.vllm.core import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.connector.vllm.requests import hint_actions
+from kvferry.link.allowed_hosts import TrustedHosts
 from kvferry.link.query_commands import Producer
 from kvferry.protocol.digests import CHUNK_TOKENS, GrowingChain, Prompt
 from kvferry.protocol.errors import InvalidParams

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvferry.connector.allowed_hosts import TrustedHosts, allowed_hosts_of
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import (
     caches_uncomputed_blocks,
@@ -38,6 +37,7 @@ from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.core import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
+from kvferry.link.allowed_hosts import TrustedHosts, allowed_hosts_of
 from kvferry.link.load_notifier import LoadListener
 from kvferry.link.secrets import secrets_from_environment
 from kvferry.protocol.hosts import address_of

@@ -13,13 +13,13 @@ import logging
 import time
 from collections.abc import Iterable
 
-from kvferry.connector.allowed_hosts import AllowedHosts, warn_of_trust
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.local_engine import write_description
 from kvferry.connector.messages import workers_of
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import SchedulerContext
 from kvferry.connector.scheduler_side.steps import Steps
+from kvferry.link.allowed_hosts import AllowedHosts, warn_of_trust
 from kvferry.link.client import SideChannelClient
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.prewarmer import PeerPrewarmer

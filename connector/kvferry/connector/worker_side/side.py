@@ -12,7 +12,6 @@ import torch
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from kvferry.connector.allowed_hosts import allowed_hosts_of
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import (
     facts_of,
@@ -37,6 +36,7 @@ from kvferry.connector.messages import (
 )
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.tracing.worker_events import WorkerTracing, worker_tracing
+from kvferry.link.allowed_hosts import allowed_hosts_of
 from kvferry.link.secrets import secrets_from_environment
 from kvferry.protocol.geometry import Place
 from kvferry.worker.caches import KvCaches

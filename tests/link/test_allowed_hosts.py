@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.link import allowed_hosts
+from kvferry.link.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.link.host_names import look_up, plain_address
 from tests.link.secret_files import NEW
 
