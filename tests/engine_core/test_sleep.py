@@ -11,9 +11,11 @@ from kvferry.connector.messages import SiblingFailed
 from kvferry.connector.vllm import sleep
 from kvferry.worker.registration import WithdrawalRefused
 from kvferry.worker.worker import FerryWorker
-from tests.harness.core.node import Node, ferry_of
+from tests.engine_core.test_both_legs import ids, leg_params
+from tests.harness.core.node import Node, ferry_of, until
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.sleeper import PagesOfTheTest, core_of
+from tests.harness.core.toy_model import expected_tokens
 from tests.promises import promise
 
 PROMPT = tokens(100)
@@ -101,12 +103,21 @@ def caches_and_then_all(core: Any) -> None:
     assert core.wake_up()
 
 
+def twice(core: Any) -> None:
+    """As a client calls that has not heard the first answer."""
+    core.sleep(1)
+    core.sleep(2)
+    assert core.wake_up()
+    assert core.wake_up()
+
+
 WAYS = {
     "level 1": level(1),
     "level 2": level(2),
     "weights, then caches": in_two_parts,
     "caches only": caches_only,
     "caches, then all": caches_and_then_all,
+    "every call twice": twice,
 }
 
 
@@ -215,6 +226,28 @@ def test_peers_are_answered_again_after_a_sleep_that_was_refused(
     assert sleeper.hand_over() == 1
 
 
+@promise(2)
+def test_a_refused_release_of_the_caches_is_undone_by_waking(
+    sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's executor takes the caches for gone then, though their pages are there."""
+    assert sleeper.hand_over() == 1
+
+    def refuse(_: object) -> None:
+        raise WithdrawalRefused("reads may still write: req=r")
+
+    sleeper.core.sleep(0)
+    with monkeypatch.context() as refused:
+        refused.setattr(FerryWorker, "drain", refuse)
+        with pytest.raises(WithdrawalRefused, match="req=r"):
+            sleeper.core.release_kv_cache_memory()
+    assert not sleeper.taken
+    assert sleeper.core.model_executor.is_sleeping
+    assert sleeper.core.wake_up(["kv_cache"])
+    assert sleeper.hand_over() == 1
+    assert sleeper.workers[0].registration.generation == 0
+
+
 def test_requests_that_come_during_a_sleep_wait_for_its_end(sleeper: Sleeper) -> None:
     assert sleeper.hand_over() == 1
     sleeper.core.sleep(1)
@@ -227,6 +260,103 @@ def test_requests_that_come_during_a_sleep_wait_for_its_end(sleeper: Sleeper) ->
     assert params is not None
     producer.step()
     assert sleeper.consumer.decode("d", PROMPT, params, producer) == 1
+
+
+def test_both_legs_that_come_during_a_sleep_wait_for_its_end(sleeper: Sleeper) -> None:
+    assert sleeper.hand_over() == 1
+    sleeper.core.sleep(1)
+    producer = sleeper.producer
+    consumer = sleeper.consumer
+    prefill, decode = ids("x")
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=4)
+    producer.engine.add(prefill, PROMPT, {"do_remote_decode": True}, max_tokens=1)
+    queries = consumer.engine.connector.scheduler_side.queries.queries
+    consumer.until(lambda: queries.snapshot().known)
+    assert not consumer.engine.answers[decode].tokens
+    assert sleeper.core.wake_up()
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
+    assert consumer.engine.answers[decode].tokens == expected_tokens(PROMPT, 4)
+    assert consumer.engine.counted("loads") == 2
+
+
+def test_requests_that_are_aborted_during_a_sleep_hold_nothing(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper = Sleeper(make, monkeypatch, "kv_consumer")
+    assert sleeper.hand_over() == 1
+    producer = sleeper.producer
+    consumer = sleeper.consumer
+    params = producer.prefill("p", PROMPT)
+    sleeper.core.sleep(1)
+    consumer.engine.add("d", PROMPT, params)
+    consumer.go_on()
+    consumer.engine.abort("d")
+    consumer.go_on()
+    producer.until(lambda: producer.engine.is_whole)
+    producer.step()
+    assert producer.engine.counted("leases_released", "release") == 1
+    assert sleeper.core.wake_up()
+    assert sleeper.hand_over() == 1
+    assert not consumer.engine.counted("failed_loads", "withdrawn")
+
+
+@promise(1)
+def test_an_answer_that_is_kept_over_a_sleep_goes_on_as_if_there_was_none(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM computes what it has kept again, of which the pages know nothing any more."""
+    sleeper = Sleeper(make, monkeypatch, "kv_consumer")
+    consumer = sleeper.consumer
+    params = sleeper.producer.prefill("p", PROMPT)
+    consumer.engine.add("d", PROMPT, params, max_tokens=6)
+    consumer.engine.add("e", PROMPT, max_tokens=6)
+    consumer.until(lambda: len(consumer.engine.answers["d"].tokens) == 2)
+    sleeper.core.sleep(1, mode="keep")
+    assert sleeper.taken
+    consumer.engine.abort("e")
+    assert sleeper.core.wake_up()
+    assert consumer.answer("d").tokens == expected_tokens(PROMPT, 6)
+    assert consumer.engine.counted("loads") == 1
+    consumer.until(lambda: consumer.engine.is_whole)
+    assert sleeper.hand_over() == 1
+
+
+@promise(2)
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_load_under_way_keeps_the_pages_until_it_is_over(
+    make: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """In a process of its own the engine waits for it; vLLM cannot empty caches into which something is loaded."""
+    sleeper = Sleeper(make, monkeypatch, "kv_consumer")
+    consumer = sleeper.consumer
+    params = sleeper.producer.prefill("p", PROMPT)
+    consumer.engine.add("d", PROMPT, params)
+    consumer.step()
+    assert consumer.engine.status("d") == "WAITING_FOR_REMOTE_KVS"
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        sleeper.core.sleep(1, mode=mode)
+    assert not sleeper.taken
+    assert sleeper.core.wake_up(["scheduling"])
+    if mode == "keep":
+        assert consumer.answer("d").tokens == expected_tokens(PROMPT, 4)
+    consumer.until(lambda: consumer.engine.is_whole)
+    level(1)(sleeper.core)
+    assert sleeper.workers[0].registration.generation == 1
+    assert sleeper.hand_over() == 1
+
+
+@promise(2)
+def test_a_lease_keeps_the_pages_while_its_consumer_may_read(sleeper: Sleeper) -> None:
+    """In a process of its own the engine waits for it too."""
+    params = sleeper.producer.prefill("p", PROMPT)
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        sleeper.core.sleep(1)
+    assert not sleeper.taken
+    assert sleeper.core.wake_up(["scheduling"])
+    assert sleeper.consumer.decode("d", PROMPT, params, sleeper.producer) == 1
 
 
 @promise(1)
