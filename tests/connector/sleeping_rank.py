@@ -11,6 +11,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
+from kvferry.worker.fabric.errors import FabricUnavailable
+from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.registration import WithdrawalRefused
 from kvferry.worker.worker import FerryWorker
 
@@ -18,6 +20,7 @@ RANKS = 2
 TIMEOUT_S = 300.0
 """For the groups: the first worker waits for the other's imports."""
 REFUSAL = "reads may still write: req=r1 peer=P"
+NO_PAGES = "no pages"
 
 
 @dataclass(frozen=True)
@@ -119,3 +122,10 @@ class _Rank:
 
     def wake_up(self) -> None:
         self.connector.restore_kv_caches()
+
+    def wake_up_in_vain(self) -> None:
+        """A wake-up at which NIXL refuses this worker's memory."""
+        with mock.patch.object(
+            NixlFabric, "register", side_effect=FabricUnavailable("register", NO_PAGES)
+        ):
+            self.wake_up()

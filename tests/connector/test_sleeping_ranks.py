@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.connector.sleeping_rank import RANKS, REFUSAL, Told, run
+from tests.connector.sleeping_rank import NO_PAGES, RANKS, REFUSAL, Told, run
 from tests.harness.children import Child
 from tests.promises import promise
 
@@ -50,3 +50,16 @@ def test_both_workers_withdraw_or_neither_does(ranks: list[Child]) -> None:
     assert [rank.generation for rank in awake] == [1] * RANKS
     # Four agents: nothing of a former generation is described to peers.
     assert len({rank.agent for rank in (*asleep, *awake)}) == 2 * RANKS
+
+    # A wake-up that fails on one worker is repeated; the other is registered already.
+    tell(ranks, "sleep", "sleep")
+    first, second = tell(ranks, "wake_up", "wake_up_in_vain")
+    assert first.error.startswith("SiblingFailed: worker 1: FabricUnavailable: ")
+    assert NO_PAGES in second.error
+    assert [rank.state for rank in (first, second)] == ["registered", "withdrawn"]
+    # Also after another sleep, of an engine that is half awake.
+    asleep = tell(ranks, "sleep", "sleep")
+    assert [(rank.error, rank.state) for rank in asleep] == [("", "withdrawn")] * RANKS
+    tell(ranks, "wake_up", "wake_up_in_vain")
+    awake = tell(ranks, "wake_up", "wake_up")
+    assert [(rank.error, rank.state) for rank in awake] == [("", "registered")] * RANKS
