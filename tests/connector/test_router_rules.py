@@ -1,13 +1,15 @@
 """Routers that have rules about connectors: Dynamo's worker goes by the name, llm-d's sidecar by a flag of its own.
 
 The rules are those of `router_rules.json`, which says where they were read. Where Dynamo's package is installed (the
-environment of `tests/next_vllm` has it) they are compared with it.
+environment of `tests/next_vllm` has it) they are compared with it, and with llm-d's sources where `LLM_D_SOURCES` names
+a folder of them (its package is a Go module).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from importlib import metadata
 from pathlib import Path
@@ -47,6 +49,15 @@ def dynamo() -> Any:
     return module
 
 
+@pytest.fixture
+def llm_d() -> Path:
+    """A folder of llm-d-router's sources."""
+    folder = os.environ.get("LLM_D_SOURCES")
+    if not folder:
+        pytest.skip("LLM_D_SOURCES names no sources of llm-d-router")
+    return Path(folder)
+
+
 def engine_with(**transfer: Any) -> Any:
     """What Dynamo's worker looks at: a configuration of vLLM's."""
     defaults = {"engine_id": "engine", "kv_connector_extra_config": {}}
@@ -83,6 +94,23 @@ def test_dynamo_takes_kvferry_under_vllms_name_and_hands_its_params_on_whole(
 def test_dynamo_refuses_kvferry_under_its_own_name(dynamo: Any) -> None:
     with pytest.raises(ValueError, match="Unsupported kv_connector='FerryConnector'"):
         dynamo.make_kv_connector_protocol(engine_with(**UNDER_ITS_OWN_NAME))
+
+
+def test_the_rules_of_llm_ds_sidecar_are_those_that_the_docs_go_by(
+    llm_d: Path,
+) -> None:
+    rules = RULES["llm-d"]
+    constants, options, prefill = (
+        (llm_d / file).read_text() for file in rules["files"]
+    )
+    named = dict(re.findall(r'\b(KVConnector\w+)\s*=\s*"([\w-]+)"', constants))
+    assert sorted(named.values()) == rules["protocols"]
+    (default,) = re.findall(r"\bKVConnector:\s+(KVConnector\w+),", options)
+    assert named[default] == rules["default"]
+    # Both kinds of params of a prefill have these.
+    fields = {name.replace("_", "") for name in rules["prefill_params"]}
+    written = re.findall(r"\brequestField(\w+):\s+(?:true|false|nil),", prefill)
+    assert fields <= {name.lower() for name in written}
 
 
 @pytest.mark.parametrize("router", RULES)
