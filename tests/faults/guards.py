@@ -245,7 +245,7 @@ GUARDS = (
         "deadline",
         "a load has a deadline",
         (3,),
-        "kvferry.worker.loads.deadline:Deadline.missed",
+        "kvferry.worker.loads.state:Deadline.missed",
         switches.nothing,
         (
             f"{_ENGINES}/test_deadlines.py::"
@@ -267,7 +267,7 @@ GUARDS = (
         "longest",
         "no progress holds a load for ever",
         (6,),
-        "kvferry.worker.loads.deadline:Deadline.longest_missed",
+        "kvferry.worker.loads.state:Deadline.longest_missed",
         switches.nothing,
         (
             f"{_ENGINES}/test_waiting_loads.py::"

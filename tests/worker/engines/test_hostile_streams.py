@@ -19,7 +19,7 @@ from kvferry.protocol.ids import (
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.stream_rows import header_word
 from kvferry.worker.fabric.reads import Reads
-from kvferry.worker.loads import deadline
+from kvferry.worker.loads import state as load_state
 from kvferry.worker.loads.entry_reads import EntryRead
 from tests.harness.exported import rows_of, slots_of
 from tests.harness.integrity import check_worker
@@ -94,7 +94,7 @@ def test_a_producer_that_names_new_epochs_for_ever_does_not_keep_the_transfer_th
     rig: Rig, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     """Reads of the fake fabric have ended when they are posted, as those within one host may."""
-    monkeypatch.setattr(deadline, "LONGEST", 3)
+    monkeypatch.setattr(load_state, "LONGEST", 3)
     stream, rows = waiting(rig, shared)
     assert stream.prefill.params is not None
     slot = stream.prefill.params.kvferry.lease_slot

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.protocol.ids import EMPTY, SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads import deadline
+from kvferry.worker.loads import state as load_state
 from tests.harness.cache_engine import HOST, SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, OrderedLoad
@@ -97,7 +97,7 @@ def test_no_progress_holds_a_load_for_ever(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All waves end in time, but there are too many of them."""
-    monkeypatch.setattr(deadline, "LONGEST", 2)
+    monkeypatch.setattr(load_state, "LONGEST", 2)
     consumer, (producer,) = staged_consumer(rig, "P")
     offer = producer.prefill(tokens=300, seed=1)
     link = SlowLink(consumer.fabric, READ_S)

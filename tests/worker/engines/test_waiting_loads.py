@@ -13,7 +13,7 @@ import pytest
 from kvferry.protocol.ids import EMPTY, SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.errors import TransferFailed
-from kvferry.worker.loads import deadline
+from kvferry.worker.loads import state as load_state
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import Engine, Offer, OrderedLoad
@@ -143,7 +143,7 @@ def test_the_deadline_of_a_load_that_waits_counts_from_the_last_change_of_its_sl
 def test_a_producer_that_changes_a_slot_for_ever_does_not_hold_a_load_for_ever(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(deadline, "LONGEST", 3)
+    monkeypatch.setattr(load_state, "LONGEST", 3)
     # So long that a thread which has to wait for a processor has seen the slot change all the same.
     timeout_s = 1.0
     producer, consumer = rig.pair()

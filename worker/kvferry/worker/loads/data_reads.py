@@ -12,9 +12,9 @@ from kvferry.plan.waves import source_units
 from kvferry.worker.fabric.port import Transfer
 from kvferry.worker.fabric.reads import Reads
 from kvferry.worker.loads.context import LoadContext, Steps
-from kvferry.worker.loads.deadline import Progress
 from kvferry.worker.loads.mapped_reads import MappedReads
 from kvferry.worker.loads.record import LoadRecord, Stage
+from kvferry.worker.loads.state import Progress
 from kvferry.worker.peers.peer import Peer
 from kvferry.worker.staging.pool import Wave
 from kvferry.worker.staging.staged_reads import StagedReads

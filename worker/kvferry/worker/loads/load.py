@@ -26,7 +26,6 @@ from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.reads import Reads
 from kvferry.worker.loads.context import LoadContext, LoadFailed, Steps
 from kvferry.worker.loads.data_reads import DataReads
-from kvferry.worker.loads.deadline import Deadline, Progress
 from kvferry.worker.loads.fence import LeaseFence
 from kvferry.worker.loads.lease_reads import LeaseReads
 from kvferry.worker.loads.reading import (
@@ -38,7 +37,7 @@ from kvferry.worker.loads.reading import (
 )
 from kvferry.worker.loads.record import LoadRecord, LoadStory, Stage
 from kvferry.worker.loads.slot_polls import Wait
-from kvferry.worker.loads.state import LoadState
+from kvferry.worker.loads.state import Deadline, LoadState, Progress
 from kvferry.worker.peers.peer import Peer
 from kvferry.worker.peers.registry import Unavailable
 from kvferry.worker.staging.pool import Wave
@@ -153,7 +152,7 @@ class Load:
         return self.data.waves
 
     def progress(self) -> Hashable:
-        """Its progress, to be compared with that at another time; see `loads.deadline`."""
+        """Its progress, to be compared with that at another time; see `loads.state`."""
         ended_before_it = 0
         # Reads of one producer share its link: while those before it end, this one is on its way. Those behind it do
         # not count, or a busy peer would keep a lost read waiting.

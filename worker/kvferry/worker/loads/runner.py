@@ -18,13 +18,12 @@ from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.loads.by_state import LoadsByState
 from kvferry.worker.loads.context import LoadContext, LoadFailed
-from kvferry.worker.loads.deadline import Deadline
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.record import LoadRecord
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.loads.slot_polls import SlotPoll
 from kvferry.worker.loads.slot_watch import SlotWatch
-from kvferry.worker.loads.state import MAY_FAIL, LoadEvent, LoadState
+from kvferry.worker.loads.state import MAY_FAIL, Deadline, LoadEvent, LoadState
 from kvferry.worker.peers.peer import PeerKey
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The states of a load on the transfer thread: the transition table, which `LoadsByState` executes.
+"""The state of a load on the transfer thread: the transition table, which `LoadsByState` executes, and its deadlines.
 
                begin              park                  resume
     ─→ WAITING ──────→ RUNNING ──────────→ PARKED ────────────────→ RESUMED
@@ -11,9 +11,29 @@
 
 Only RUNNING loads are resumed, and only they take a place of `max_loads`. A load is reported when it leaves the states
 in which it may fail; from then on only its transfers are watched.
+
+A load has failed when it makes no progress, or takes too long. It has progressed when it is in another stage, when its
+slot has changed, when one of its reads or waves has ended, or when the queue that it stands in has moved:
+
+| it waits for | it has progressed when |
+| --- | --- |
+| a place among the loads that run, or the end of a handshake | always: what it waits for has a deadline of its own |
+| entries, pages or its first wave of the pool | another load has given some back |
+| a read | the read has ended; or one that was posted before it, from the same producer, and shares its link |
+| its producer | its slot has changed; or as for a read, since a poll of the slot waits behind them |
+| the device | the device has reached the mark |
+
+Nothing of that may go on for ever: a producer can change its slot now and then for days. So each load also has a
+deadline that no progress moves: `LONGEST` times the time without progress, from its order.
+
+Both count the time that this process was awake (`AwakeClock`), and are judged after the load was resumed: a read that
+has ended during a pause is seen before its deadline is.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from kvferry.protocol.transitions import TableEnum
 
@@ -63,3 +83,62 @@ LOAD_TRANSITIONS: dict[tuple[LoadState, LoadEvent], LoadState] = {
     (LoadState.FLUSHING, LoadEvent.SETTLED): LoadState.OVER,
     (LoadState.QUARANTINED, LoadEvent.SETTLED): LoadState.OVER,
 }
+
+
+LONGEST = 20
+"""The longest load, in times without progress: 20 minutes where `load_timeout_s` is 60."""
+# Generous, since all progress counts: 10 was tried first, and a staged load of a hundred slow waves would have missed
+# it.
+
+
+@dataclass(slots=True)
+class Progress:
+    """The progress of one load, as far as its parts note it themselves.
+
+    Attributes:
+        changes: the changes of its slot, and the parts of a prompt that it has read.
+        turn: how many of the peer's data reads must have ended before what it waits for, by `ReadQueue.ended`.
+    """
+
+    changes: int = 0
+    turn: int = 0
+
+
+@dataclass(slots=True)
+class Deadline:
+    """The two deadlines of one load; all times are of one clock.
+
+    Attributes:
+        ordered_s: when the load was ordered.
+        progressed_s: when it has progressed last, or was last excused.
+        noted: its progress as it was last taken.
+    """
+
+    ordered_s: float
+    progressed_s: float = field(init=False)
+    noted: Hashable = None
+
+    def __post_init__(self) -> None:
+        self.progressed_s = self.ordered_s
+
+    def excuse(self, now_s: float) -> None:
+        """The load could not progress up to now, through no fault of its own: the time without begins anew."""
+        self.progressed_s = now_s
+
+    def note(self, progress: Hashable, now_s: float) -> None:
+        """Take the load's progress: if there was any since the last call, the time without begins anew."""
+        if progress != self.noted:
+            self.noted = progress
+            self.progressed_s = now_s
+
+    def missed(self, now_s: float, timeout_s: float) -> str | None:
+        """Why the load has failed, if it may go without progress for `timeout_s`; None while it has not."""
+        if now_s - self.progressed_s > timeout_s:
+            return f"no progress for {timeout_s:g} s"
+        return self.longest_missed(now_s, timeout_s)
+
+    def longest_missed(self, now_s: float, timeout_s: float) -> str | None:
+        """Why the load has failed, whatever its progress; None while it has not."""
+        if now_s - self.ordered_s > LONGEST * timeout_s:
+            return f"not over {LONGEST * timeout_s:g} s after its order"
+        return None
