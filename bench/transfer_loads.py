@@ -19,8 +19,7 @@ from kvferry.protocol.params import RemotePrefill, Ticket
 from kvferry.protocol.params_mac import sign_params
 from kvferry.worker import worker as worker_module
 from kvferry.worker.fabric.port import PeerAgent
-from kvferry.worker.loads.record import LoadRecord
-from kvferry.worker.loads.results import ResultBox
+from kvferry.worker.loads.results import LoadRecord, ResultBox
 from kvferry.worker.peers.peer import Peer
 from tests.harness.inside import thread_of
 

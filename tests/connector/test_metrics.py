@@ -30,8 +30,7 @@ from kvferry.connector.metrics.tables import (
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.counters import CounterKey
 from kvferry.scheduler.producer.lease import LeaseUse
-from kvferry.worker.loads.record import LoadRecord, Stage
-from kvferry.worker.loads.results import StepResults
+from kvferry.worker.loads.results import LoadRecord, Stage, StepResults
 from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core.step_count import StepCount
 from tests.harness.core.configs import vllm_config

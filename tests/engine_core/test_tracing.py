@@ -27,7 +27,7 @@ from kvferry.trace.events import (
     Recomputed,
     TracedLease,
 )
-from kvferry.worker.loads.record import LoadRecord, Stage
+from kvferry.worker.loads.results import LoadRecord, Stage
 from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core import streamed
 from tests.harness.core.scheduler import tokens

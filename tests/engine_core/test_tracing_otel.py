@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvferry.worker.loads.record import Stage
+from kvferry.worker.loads.results import Stage
 from tests.harness.core.scheduler import tokens
 
 pytestmark = pytest.mark.slow

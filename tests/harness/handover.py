@@ -8,7 +8,7 @@ import torch
 
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.producer.block_references import Reservation
-from kvferry.worker.loads.record import LoadRecord
+from kvferry.worker.loads.results import LoadRecord
 from tests.geometry.requests import Request
 from tests.harness.cache_engine import CacheEngine
 from tests.harness.ledgers import check_ledgers

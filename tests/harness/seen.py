@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.record import LoadRecord
-from kvferry.worker.loads.results import StepResults
+from kvferry.worker.loads.results import LoadRecord, StepResults
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from kvferry.worker.loads.context import Steps
-from kvferry.worker.loads.record import LoadRecord, LoadStory
+from kvferry.worker.loads.results import LoadRecord, LoadStory
 from kvferry.worker.loads.slot_polls import Wait
 from kvferry.worker.loads.state import Deadline, LoadState
 from kvferry.worker.peers.peer import PeerKey

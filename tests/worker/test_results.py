@@ -11,8 +11,7 @@ import time
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.results import ResultBox, StepResults
-from kvferry.worker.loads.watchdog import SLACK_S, LoadWatchdog
+from kvferry.worker.loads.results import SLACK_S, LoadWatchdog, ResultBox, StepResults
 
 LONG_S = 30.0
 
@@ -71,7 +70,7 @@ class WatchedLoads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.turned_s = 100.0, 100.0
         monkeypatch.setattr(
-            "kvferry.worker.loads.watchdog.time.monotonic", lambda: self.now_s
+            "kvferry.worker.loads.results.time.monotonic", lambda: self.now_s
         )
         self.watchdog = LoadWatchdog(TIMEOUT_S)
 

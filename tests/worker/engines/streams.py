@@ -7,7 +7,7 @@ from typing import Any
 
 from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.record import LoadRecord
+from kvferry.worker.loads.results import LoadRecord
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine, OrderedLoad
 from tests.harness.exported import slots_of

@@ -163,10 +163,10 @@ def test_a_post_that_does_not_return_fails_the_load_in_time_and_its_blocks_are_n
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The transfer thread can do nothing then; the step thread does."""
-    monkeypatch.setattr("kvferry.worker.loads.watchdog.SLACK_S", 0.1)
+    monkeypatch.setattr("kvferry.worker.loads.results.SLACK_S", 0.1)
     ahead_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s)
-    monkeypatch.setattr("kvferry.worker.loads.watchdog.time", clock)
+    monkeypatch.setattr("kvferry.worker.loads.results.time", clock)
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     go_on = threading.Event()

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.protocol.ids import EMPTY, SlotState, epoch_from_text, slot_word
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.record import Stage
+from kvferry.worker.loads.results import Stage
 from kvferry.worker.peers.peer import PeerKey
 from tests.fakes.device_mark import FakeClock
 from tests.harness.cache_engine import SETTINGS

@@ -14,8 +14,7 @@ from kvferry.worker.fabric.entry_buffers import EntriesSnapshot
 from kvferry.worker.fabric.port import OpenHandles
 from kvferry.worker.fabric.reads import FabricReader, Handle
 from kvferry.worker.leases import LeaseTableSnapshot
-from kvferry.worker.loads.record import LoadRecord
-from kvferry.worker.loads.results import ResultBox, StepResults
+from kvferry.worker.loads.results import LoadRecord, ResultBox, StepResults
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.state import LoadState
 from kvferry.worker.peers.registry import PeerRegistry, PeerRegistrySnapshot

@@ -34,9 +34,8 @@ from kvferry.protocol.params_mac import MAC_KEY_BYTES
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
-from kvferry.worker.loads.results import ResultBox, StepResults
+from kvferry.worker.loads.results import LoadWatchdog, ResultBox, StepResults
 from kvferry.worker.loads.state import LoadState
-from kvferry.worker.loads.watchdog import LoadWatchdog
 from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.registration import MemoryEvent, MemoryState, Registration

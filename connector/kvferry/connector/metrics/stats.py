@@ -16,8 +16,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.counters import CounterKey, Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.worker.loads.record import LoadRecord, Stage
-from kvferry.worker.loads.results import StepResults, WorkerGauges
+from kvferry.worker.loads.results import LoadRecord, Stage, StepResults, WorkerGauges
 from kvferry.worker.peers.peer import PeerKey
 
 _LONGEST = 128

@@ -22,7 +22,7 @@ from kvferry.trace.events import (
     StageSpan,
 )
 from kvferry.trace.recorder import Recorder, TraceFile
-from kvferry.worker.loads.record import LoadRecord
+from kvferry.worker.loads.results import LoadRecord
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

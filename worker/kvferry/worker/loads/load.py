@@ -35,7 +35,7 @@ from kvferry.worker.loads.reading import (
     Units,
     WholeRead,
 )
-from kvferry.worker.loads.record import LoadRecord, LoadStory, Stage
+from kvferry.worker.loads.results import LoadRecord, LoadStory, Stage
 from kvferry.worker.loads.slot_polls import Wait
 from kvferry.worker.loads.state import Deadline, LoadState, Progress
 from kvferry.worker.peers.peer import Peer

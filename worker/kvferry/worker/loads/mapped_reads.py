@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Mapping
 from kvferry.plan.blocks import UnitPairs
 from kvferry.plan.tokens import TokenMap
 from kvferry.worker.device import DeviceMark
-from kvferry.worker.loads.record import LoadRecord
+from kvferry.worker.loads.results import LoadRecord
 from kvferry.worker.peers.mapped_route import MappedRoute
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.wave_table import WaveTable

@@ -19,7 +19,7 @@ from kvferry.worker.loads.context import LoadFailed
 from kvferry.worker.loads.data_reads import DataReads
 from kvferry.worker.loads.fence import LeaseFence
 from kvferry.worker.loads.lease_reads import LeaseReads
-from kvferry.worker.loads.record import LoadRecord
+from kvferry.worker.loads.results import LoadRecord
 from kvferry.worker.loads.slot_polls import SlotWords, Wait, complete_tokens
 from kvferry.worker.loads.state import Progress
 from kvferry.worker.loads.streamed_blocks import StreamedBlocks

@@ -1,16 +1,174 @@
-"""The results of a step, which the transfer thread hands to the step thread."""
+"""What is reported of loads, from the transfer thread to the step thread: the record of each load, the results of a
+step, and the watchdog, which reports those that the transfer thread is too stuck to report."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.loads.record import LoadRecord
+from kvferry.protocol.transitions import TableEnum
+from kvferry.worker.fabric.port import TransferTelemetry
+from kvferry.worker.loads.state import LoadEvent
+from kvferry.worker.peers.peer import PeerKey
+
+logger = logging.getLogger(__name__)
+
+
+class Stage(TableEnum):
+    """The stages of a load, in order. A stage begins when the one before it has ended.
+
+    Attributes:
+        QUEUED: it waits for its turn.
+        CONNECTING: it waits until its producer is connected and the device is done with the blocks' last owner.
+        FENCE: it reads the lease's slots until the producer is ready.
+        POSTING: its reads are prepared and posted; where a post copies, it lasts until the bytes are here.
+        READING: its reads are under way, and staged bytes are put in place.
+        FENCE_AGAIN: it reads the slots once more, while what was not loaded is zeroed.
+    """
+
+    QUEUED = "queued"
+    CONNECTING = "connecting"
+    FENCE = "fence"
+    POSTING = "posting"
+    READING = "reading"
+    FENCE_AGAIN = "fence_again"
+
+
+MAX_CHUNKS = 64
+"""Most chunks of one record; further ones lengthen the last. A chunk is a step of the producer: a long prompt has
+hundreds."""
+
+
+class LoadRecord(msgspec.Struct, kw_only=True):
+    """One load. The numbers of a failed one are those up to its failure.
+
+    Attributes:
+        request_id: of this engine.
+        source: the producer.
+        ordered_s: when the worker had the order, in seconds on its monotonic clock.
+        stage: the present one, or that in which the load ended.
+        ended_s: when each stage ended, on the same clock.
+        reason: why it failed; None for a good load.
+        planned_bytes, planned_descriptors: by the plan, which merges nothing; staged ones are more than arrive in the
+            caches where whole blocks are read.
+        transferred_bytes, descriptors: as counted by NIXL, which merges neighbours: a descriptor is a run of bytes
+            that are contiguous on both sides.
+        post_s, transfer_s: as measured by NIXL, summed over the reads.
+        staged_bytes, waves: the part of the planned bytes that went through the staging pool, and its waves.
+        mapped_bytes: the part of the planned bytes that was copied from the producer's mapped memory, without NIXL.
+        relayout_s: from the end of each wave's read until it was found in place, summed; a part of `READING`.
+        early_bytes: the part of the planned bytes that was read before the prefill had ended.
+        restarts: times that it began anew, since the prefill was preempted.
+        chunks: the reads of a prompt that was read while it was computed, at most `MAX_CHUNKS`: the token up to
+            which each went, and its begin and end on the same clock.
+    """
+
+    request_id: str
+    source: PeerKey
+    ordered_s: float
+    stage: Stage = Stage.QUEUED
+    ended_s: dict[Stage, float] = {}
+    reason: FailureReason | None = None
+    planned_bytes: int = 0
+    planned_descriptors: int = 0
+    transferred_bytes: int = 0
+    descriptors: int = 0
+    post_s: float = 0.0
+    transfer_s: float = 0.0
+    staged_bytes: int = 0
+    waves: int = 0
+    mapped_bytes: int = 0
+    relayout_s: float = 0.0
+    early_bytes: int = 0
+    restarts: int = 0
+    chunks: tuple[tuple[int, float, float], ...] = ()
+
+    def go_on(self, stage: Stage, now_s: float) -> None:
+        """End the present stage and begin this one."""
+        self.end(now_s)
+        self.stage = stage
+
+    def end(self, now_s: float) -> None:
+        """End the present stage, the last one if the load has ended, well or badly."""
+        self.ended_s[self.stage] = now_s
+
+    def count(self, telemetry: TransferTelemetry | None) -> None:
+        """Add a finished read; None where NIXL counted nothing."""
+        if telemetry is None:
+            return
+        self.transferred_bytes += telemetry.bytes
+        self.descriptors += telemetry.descriptors
+        self.post_s += telemetry.post_us / 1e6
+        self.transfer_s += telemetry.transfer_us / 1e6
+
+    def add_chunk(self, stop_token: int, begun_s: float, ended_s: float) -> None:
+        """Add the read of a part of the prompt, up to this token."""
+        if len(self.chunks) == MAX_CHUNKS:
+            begun_s = self.chunks[-1][1]
+        self.chunks = (*self.chunks[: MAX_CHUNKS - 1], (stop_token, begun_s, ended_s))
+
+    @property
+    def load_s(self) -> float:
+        """Seconds from the order to the last byte; 0 before the load has ended."""
+        return self.ended_s.get(self.stage, self.ordered_s) - self.ordered_s
+
+    def lasted_s(self) -> dict[Stage, float]:
+        """Duration of each stage that has ended."""
+        lasted_s: dict[Stage, float] = {}
+        begun_s = self.ordered_s
+        for stage, ended_s in self.ended_s.items():
+            lasted_s[stage] = ended_s - begun_s
+            begun_s = ended_s
+        return lasted_s
+
+
+_STORY_EVENTS = 12
+"""Transitions that a story keeps: a streamed load is parked once a step of its producer, hundreds of times in all."""
+
+
+class LoadStory:
+    """The last events of one load and their times, for error texts and the log.
+
+    The ends of stages are taken from the record when the story is told, so they cost nothing while the load runs.
+    """
+
+    __slots__ = ("_events", "_forgotten", "_record")
+
+    def __init__(self, record: LoadRecord) -> None:
+        self._record = record
+        self._events: list[tuple[LoadEvent, float]] = []
+        self._forgotten = 0
+
+    def add(self, event: LoadEvent, now_s: float) -> None:
+        """An event has happened now, by the record's clock."""
+        if len(self._events) == _STORY_EVENTS:
+            del self._events[0]
+            self._forgotten += 1
+        self._events.append((event, now_s))
+
+    def __str__(self) -> str:
+        """For example `begin 0.1 ms, connecting ended 0.2 ms, park 0.9 ms, failed 60001.0 ms`, since the order."""
+        ended_s = self._record.ended_s
+        events = [(at_s, f"{stage.value} ended") for stage, at_s in ended_s.items()]
+        events += [(at_s, event.value) for event, at_s in self._events]
+        # By time alone: a stage that ends with a transition stands before it.
+        events.sort(key=lambda event: event[0])
+        parts = [
+            f"{text} {(at_s - self._record.ordered_s) * 1e3:.1f} ms"
+            for at_s, text in events
+        ]
+        if self._forgotten:
+            parts.insert(0, f"{self._forgotten} earlier events")
+        return ", ".join(parts) or "no event since its order"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +268,105 @@ class ResultBox:
     def _num_loads(self) -> int:
         """Loads that have ended, well or badly, and that no step has taken."""
         return len(self._results.loaded) + len(self._results.failed)
+
+
+SLACK_S = 1.0
+"""How much later than the transfer thread the watchdog fails a load."""
+
+
+class LoadWatchdog:
+    """The loads that are ordered and not reported. Used on the step thread.
+
+    Each load is reported once, and in time. The transfer thread itself fails loads that are late, unless it is stuck in
+    a call of the fabric. Then the watchdog fails them, a little later, and their blocks count as alive until the
+    transfer thread reports the load.
+
+    Args:
+        timeout_s: without progress, after which a load has failed.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        # The oldest is first.
+        self._ordered_s: dict[str, float] = {}
+        self._given_up: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._alive: frozenset[str] = frozenset()
+        self._reported: frozenset[str] = frozenset()
+        self._stuck_since_s: float | None = None
+
+    def __bool__(self) -> bool:
+        """Whether a load that was ordered has not been reported yet."""
+        return bool(self._ordered_s)
+
+    def ordered(self, request_ids: Iterable[str]) -> None:
+        """Start the deadline of these loads."""
+        now_s = time.monotonic()
+        self._ordered_s.update(dict.fromkeys(request_ids, now_s))
+
+    def cancelled(self, request_ids: Iterable[str]) -> None:
+        """These loads are cancelled. When one is over, now or later, it is in `StepResults.over_cancels` once."""
+        self._cancelled.update(request_ids)
+
+    def poll(self, results: StepResults, turned_s: float) -> None:
+        """Remove loads that were reported already, and add those that are overdue.
+
+        Args:
+            turned_s: when the transfer thread last finished a turn; as long as it turns, it fails late loads itself.
+        """
+        self._remove_reported(results)
+        self._give_up_overdue(results, turned_s)
+        results.over_cancels = self._cancelled - self._ordered_s.keys()
+        self._cancelled -= results.over_cancels
+        self._merge_alive(results)
+
+    def _remove_reported(self, results: StepResults) -> None:
+        """The transfer thread has reported loads. Those that were given up are not reported again."""
+        # A load is reported once. One that was given up may even turn out to be good: too late.
+        over = results.loaded | results.failed.keys()
+        for request_id in over & self._given_up:
+            results.loaded.discard(request_id)
+            results.failed.pop(request_id, None)
+        self._given_up -= over
+        for request_id in over:
+            self._ordered_s.pop(request_id, None)
+
+    def _give_up_overdue(self, results: StepResults, turned_s: float) -> None:
+        """Fail the overdue loads, if the transfer thread is stuck."""
+        now_s = time.monotonic()
+        overdue_s = now_s - self._timeout_s - SLACK_S
+        if turned_s > overdue_s or not self._ordered_s:
+            self._stuck_since_s = None
+            return
+        # It must be seen stuck twice, `SLACK_S` apart: after a pause of the whole process, which no load must pay for,
+        # the step thread may well be the first to go on.
+        if self._stuck_since_s is None:
+            self._stuck_since_s = now_s
+            return
+        if now_s >= self._stuck_since_s + SLACK_S:
+            self._give_up(results, overdue_s)
+
+    def _merge_alive(self, results: StepResults) -> None:
+        """Add the loads that were given up to those whose blocks may be written; None if the sum has not changed."""
+        if results.alive is not None:
+            self._alive = results.alive
+        alive = self._alive | self._given_up
+        results.alive = None
+        if alive != self._reported:
+            results.alive = alive
+        self._reported = alive
+
+    def _give_up(self, results: StepResults, overdue_s: float) -> None:
+        """Fail the loads that were ordered before this time."""
+        while self._ordered_s:
+            request_id, ordered_s = next(iter(self._ordered_s.items()))
+            if ordered_s > overdue_s:
+                return
+            del self._ordered_s[request_id]
+            self._given_up.add(request_id)
+            results.failed[request_id] = FailureReason.DEADLINE
+            results.counts["quarantined_loads"] += 1
+            logger.error(
+                "req=%s load failed (deadline): the transfer thread is stuck in a call",
+                request_id,
+            )

@@ -19,8 +19,7 @@ from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.loads.by_state import LoadsByState
 from kvferry.worker.loads.context import LoadContext, LoadFailed
 from kvferry.worker.loads.load import Load
-from kvferry.worker.loads.record import LoadRecord
-from kvferry.worker.loads.results import ResultBox
+from kvferry.worker.loads.results import LoadRecord, ResultBox
 from kvferry.worker.loads.slot_polls import SlotPoll
 from kvferry.worker.loads.slot_watch import SlotWatch
 from kvferry.worker.loads.state import MAY_FAIL, Deadline, LoadEvent, LoadState
