@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from kvferry.worker.loads.context import Steps
 from kvferry.worker.loads.results import LoadRecord, LoadStory
-from kvferry.worker.loads.slot_polls import Wait
+from kvferry.worker.loads.slot_watch import Wait
 from kvferry.worker.loads.state import Deadline, LoadState
 from kvferry.worker.peers.peer import PeerKey
 

@@ -12,7 +12,7 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.loads.by_state import LoadsByState
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.results import Stage
-from kvferry.worker.loads.slot_polls import Wait
+from kvferry.worker.loads.slot_watch import Wait
 from kvferry.worker.loads.state import LOAD_TRANSITIONS, MAY_FAIL, LoadEvent, LoadState
 from tests.worker.stub_loads import StubLoad
 

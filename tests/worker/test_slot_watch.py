@@ -23,8 +23,7 @@ from kvferry.worker.fabric.entry_buffers import SlotReads
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
 from kvferry.worker.fabric.reads import FabricReader
-from kvferry.worker.loads.slot_polls import Wait
-from kvferry.worker.loads.slot_watch import SlotWatch
+from kvferry.worker.loads.slot_watch import SlotWatch, Wait
 from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute, RemoteEntries
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.fault_fabric import FaultFabric

@@ -8,7 +8,7 @@ from collections.abc import Iterator, KeysView
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.transitions import next_state
 from kvferry.worker.loads.load import Load
-from kvferry.worker.loads.slot_polls import Wait
+from kvferry.worker.loads.slot_watch import Wait
 from kvferry.worker.loads.state import LOAD_TRANSITIONS, LoadEvent, LoadState
 
 

@@ -11,7 +11,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.entry_buffers import IdPages, SlotReads
 from kvferry.worker.fabric.reads import FabricReader
-from kvferry.worker.loads.slot_polls import Wait
+from kvferry.worker.loads.slot_watch import Wait
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.staging.buffer import Staging

@@ -16,7 +16,7 @@ from kvferry.protocol.params import RemotePrefill
 from kvferry.worker.fabric.errors import PeerLost
 from kvferry.worker.loads.context import LoadFailed, Steps
 from kvferry.worker.loads.lease_reads import LeaseReads
-from kvferry.worker.loads.slot_polls import SlotWords, Wait
+from kvferry.worker.loads.slot_watch import SlotWords, Wait
 from kvferry.worker.loads.state import Progress
 from kvferry.worker.peers.peer import Peer
 

@@ -9,7 +9,7 @@ import numpy as np
 from kvferry.worker.fabric.entry_buffers import EntryBuffer, IdPages, SlotReads
 from kvferry.worker.fabric.reads import Reads
 from kvferry.worker.loads.entry_reads import EntryRead, entries_needed
-from kvferry.worker.loads.slot_polls import SlotWords
+from kvferry.worker.loads.slot_watch import SlotWords
 from kvferry.worker.peers.peer import Peer, PeerRoute, PreparedRows, RemoteEntries
 
 _PAGES_AT_ONCE = 8

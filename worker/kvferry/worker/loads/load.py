@@ -36,7 +36,7 @@ from kvferry.worker.loads.reading import (
     WholeRead,
 )
 from kvferry.worker.loads.results import LoadRecord, LoadStory, Stage
-from kvferry.worker.loads.slot_polls import Wait
+from kvferry.worker.loads.slot_watch import Wait
 from kvferry.worker.loads.state import Deadline, LoadState, Progress
 from kvferry.worker.peers.peer import Peer
 from kvferry.worker.peers.registry import Unavailable

@@ -20,7 +20,7 @@ from kvferry.worker.loads.data_reads import DataReads
 from kvferry.worker.loads.fence import LeaseFence
 from kvferry.worker.loads.lease_reads import LeaseReads
 from kvferry.worker.loads.results import LoadRecord
-from kvferry.worker.loads.slot_polls import SlotWords, Wait, complete_tokens
+from kvferry.worker.loads.slot_watch import SlotWords, Wait, complete_tokens
 from kvferry.worker.loads.state import Progress
 from kvferry.worker.loads.streamed_blocks import StreamedBlocks
 from kvferry.worker.peers.peer import Peer, PreparedRows

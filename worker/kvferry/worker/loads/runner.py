@@ -20,8 +20,7 @@ from kvferry.worker.loads.by_state import LoadsByState
 from kvferry.worker.loads.context import LoadContext, LoadFailed
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.results import LoadRecord, ResultBox
-from kvferry.worker.loads.slot_polls import SlotPoll
-from kvferry.worker.loads.slot_watch import SlotWatch
+from kvferry.worker.loads.slot_watch import SlotPoll, SlotWatch
 from kvferry.worker.loads.state import MAY_FAIL, Deadline, LoadEvent, LoadState
 from kvferry.worker.peers.peer import PeerKey
 
