@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS
-from kvferry.worker.fabric.entry_buffers import ID_PAGES
+from kvferry.worker.fabric.entries import ID_PAGES
 from kvferry.worker.fabric.port import (
     DescriptorRows,
     Fabric,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device, HostMemory
-from kvferry.worker.fabric.entry_buffers import SlotReads
+from kvferry.worker.fabric.entries import SlotReads
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 

@@ -18,9 +18,9 @@ from kvferry.protocol.ids import (
 )
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.stream_rows import header_word
+from kvferry.worker.fabric.entries import EntryRead
 from kvferry.worker.fabric.reads import Reads
 from kvferry.worker.loads import state as load_state
-from kvferry.worker.loads.entry_reads import EntryRead
 from tests.harness.exported import rows_of, slots_of
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig

@@ -15,7 +15,7 @@ from kvferry.protocol.handshake import (
     LeaseTableAddress,
     WorkerDescription,
 )
-from kvferry.worker.fabric.entry_buffers import SlotReads
+from kvferry.worker.fabric.entries import SlotReads
 from kvferry.worker.fabric.port import MemoryKind, Region
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.peers.first_reads import FirstReads

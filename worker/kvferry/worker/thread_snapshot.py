@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.worker.fabric.entry_buffers import EntriesSnapshot
+from kvferry.worker.fabric.entries import EntriesSnapshot
 from kvferry.worker.fabric.port import OpenHandles
 from kvferry.worker.fabric.reads import FabricReader, Handle
 from kvferry.worker.leases import LeaseTableSnapshot

@@ -14,7 +14,7 @@ from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.shared_memory import MAX_ALLOCATIONS, SharedMemory
 from kvferry.worker.caches import KvCaches
-from kvferry.worker.fabric.entry_buffers import IdPages, SlotReads
+from kvferry.worker.fabric.entries import IdPages, SlotReads
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
 from kvferry.worker.leases import LeaseTable
 from kvferry.worker.peer_memory.cuda_driver import CudaIpcDriver

@@ -9,7 +9,7 @@ from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.caches import KvCaches
-from kvferry.worker.fabric.entry_buffers import IdPages, SlotReads
+from kvferry.worker.fabric.entries import IdPages, SlotReads
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.loads.slot_watch import Wait
 from kvferry.worker.loads.tail_zeroing import TailZeroing

@@ -6,11 +6,17 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from kvferry.worker.fabric.entry_buffers import EntryBuffer, IdPages, SlotReads
+from kvferry.worker.fabric.entries import (
+    EntryBuffer,
+    EntryRead,
+    IdPages,
+    RemoteEntries,
+    SlotReads,
+    entries_needed,
+)
 from kvferry.worker.fabric.reads import Reads
-from kvferry.worker.loads.entry_reads import EntryRead, entries_needed
 from kvferry.worker.loads.slot_watch import SlotWords
-from kvferry.worker.peers.peer import Peer, PeerRoute, PreparedRows, RemoteEntries
+from kvferry.worker.peers.peer import Peer, PeerRoute, PreparedRows
 
 _PAGES_AT_ONCE = 8
 """Most pages that one read takes. The pages of the worker are shared by all its loads."""

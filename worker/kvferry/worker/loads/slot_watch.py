@@ -27,11 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.protocol.ids import Epoch, SlotState, progress_of, slot_word
-from kvferry.worker.fabric.entry_buffers import SlotReads
+from kvferry.worker.fabric.entries import EntryRead, SlotReads, entries_needed
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.fabric.port import TransferState
 from kvferry.worker.fabric.reads import FabricReader, Reads
-from kvferry.worker.loads.entry_reads import EntryRead, entries_needed
 from kvferry.worker.peers.peer import Peer
 
 SlotWords: TypeAlias = tuple[tuple[int, int], ...]

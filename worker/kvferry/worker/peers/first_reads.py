@@ -18,7 +18,7 @@ from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import EMPTY
 from kvferry.worker.caches import KvCaches
-from kvferry.worker.fabric.entry_buffers import SlotReads
+from kvferry.worker.fabric.entries import SlotReads
 from kvferry.worker.fabric.port import (
     Indices,
     RemoteDescriptors,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from kvferry.plan.descriptors import DescriptorTable, route_table
 from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
@@ -24,6 +22,7 @@ from kvferry.protocol.stream_rows import (
     StreamRows,
 )
 from kvferry.worker.caches import KvCaches
+from kvferry.worker.fabric.entries import RemoteEntries
 from kvferry.worker.fabric.port import (
     DescriptorRows,
     Fabric,
@@ -73,22 +72,6 @@ class PreparedTable:
     table: DescriptorTable
     local: LocalDescriptors
     remote: RemoteDescriptors
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteEntries:
-    """Equal entries in a producer worker's memory.
-
-    Attributes:
-        descriptors: descriptor `i` is entry `i`.
-        mapped: the same memory as an array `[entries, numbers of an entry]`; None where it is not mapped.
-    """
-
-    descriptors: RemoteDescriptors
-    mapped: NDArray[Any] | None
-
-    def __len__(self) -> int:
-        return self.descriptors.count
 
 
 @dataclass(frozen=True, slots=True)
