@@ -26,8 +26,7 @@ from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.reads import Reads
 from kvferry.worker.loads.context import LoadContext, LoadFailed, Steps
 from kvferry.worker.loads.data_reads import DataReads
-from kvferry.worker.loads.fence import LeaseFence
-from kvferry.worker.loads.lease_reads import LeaseReads
+from kvferry.worker.loads.fence import LeaseFence, LeaseReads
 from kvferry.worker.loads.reading import (
     LoadParts,
     Reading,

@@ -17,8 +17,7 @@ from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.stream_rows import header_word
 from kvferry.worker.loads.context import LoadFailed
 from kvferry.worker.loads.data_reads import DataReads
-from kvferry.worker.loads.fence import LeaseFence
-from kvferry.worker.loads.lease_reads import LeaseReads
+from kvferry.worker.loads.fence import LeaseFence, LeaseReads
 from kvferry.worker.loads.results import LoadRecord
 from kvferry.worker.loads.slot_watch import SlotWords, Wait, complete_tokens
 from kvferry.worker.loads.state import Progress
