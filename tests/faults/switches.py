@@ -81,7 +81,7 @@ def no_steps(_: Function) -> Function:
 
 def computing_will_do(check: Function) -> Function:
     def lenient(fence: Any, peer: Any) -> Any:
-        from kvferry.worker.loads.context import LoadFailed
+        from kvferry.worker.loads.state import LoadFailed
 
         try:
             yield from check(fence, peer)

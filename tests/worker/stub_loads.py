@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvferry.worker.loads.context import Steps
 from kvferry.worker.loads.results import LoadRecord, LoadStory
-from kvferry.worker.loads.slot_watch import Wait
+from kvferry.worker.loads.slot_watch import Steps, Wait
 from kvferry.worker.loads.state import Deadline, LoadState
 from kvferry.worker.peers.peer import PeerKey
 

@@ -12,10 +12,11 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads import runner as load_runner
-from kvferry.worker.loads.context import LoadContext, Steps
+from kvferry.worker.loads.context import LoadContext
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.loads.runner import LoadRunner
+from kvferry.worker.loads.slot_watch import Steps
 from kvferry.worker.loads.state import LoadEvent, LoadState
 from tests.promises import promise
 from tests.worker.stub_loads import StubLoad

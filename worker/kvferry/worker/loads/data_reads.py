@@ -11,9 +11,10 @@ from kvferry.plan.tokens import TokenMap
 from kvferry.plan.waves import source_units
 from kvferry.worker.fabric.port import Transfer
 from kvferry.worker.fabric.reads import Reads
-from kvferry.worker.loads.context import LoadContext, Steps
+from kvferry.worker.loads.context import LoadContext
 from kvferry.worker.loads.mapped_reads import MappedReads
 from kvferry.worker.loads.results import LoadRecord, Stage
+from kvferry.worker.loads.slot_watch import Steps
 from kvferry.worker.loads.state import Progress
 from kvferry.worker.peers.peer import Peer
 from kvferry.worker.staging.pool import Wave

@@ -28,9 +28,8 @@ from kvferry.worker.fabric.entries import (
 )
 from kvferry.worker.fabric.errors import PeerLost
 from kvferry.worker.fabric.reads import Reads
-from kvferry.worker.loads.context import LoadFailed, Steps
-from kvferry.worker.loads.slot_watch import SlotWords, Wait
-from kvferry.worker.loads.state import Progress
+from kvferry.worker.loads.slot_watch import SlotWords, Steps, Wait
+from kvferry.worker.loads.state import LoadFailed, Progress
 from kvferry.worker.peers.peer import Peer, PeerRoute, PreparedRows
 
 _PAGES_AT_ONCE = 8

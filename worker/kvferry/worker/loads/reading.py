@@ -15,12 +15,11 @@ from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.ids import EMPTY, Epoch, epoch_from_text
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.stream_rows import header_word
-from kvferry.worker.loads.context import LoadFailed
 from kvferry.worker.loads.data_reads import DataReads
 from kvferry.worker.loads.fence import LeaseFence, LeaseReads
 from kvferry.worker.loads.results import LoadRecord
 from kvferry.worker.loads.slot_watch import SlotWords, Wait, complete_tokens
-from kvferry.worker.loads.state import Progress
+from kvferry.worker.loads.state import LoadFailed, Progress
 from kvferry.worker.loads.streamed_blocks import StreamedBlocks
 from kvferry.worker.peers.peer import Peer, PreparedRows
 

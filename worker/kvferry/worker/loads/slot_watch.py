@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -92,6 +92,10 @@ class Wait:
         """The tokens that have become complete since the wait began."""
         complete_before = self.num_tokens - self.missing
         return self.complete - complete_before
+
+
+Steps = Generator[Wait | None, None, None]
+"""The steps of a load: None where it wants to be resumed soon, a `Wait` where it is parked until that is over."""
 
 
 @dataclass(slots=True, eq=False)

@@ -35,6 +35,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.transitions import TableEnum
 
 
@@ -83,6 +85,14 @@ LOAD_TRANSITIONS: dict[tuple[LoadState, LoadEvent], LoadState] = {
     (LoadState.FLUSHING, LoadEvent.SETTLED): LoadState.OVER,
     (LoadState.QUARANTINED, LoadEvent.SETTLED): LoadState.OVER,
 }
+
+
+class LoadFailed(KvferryError):
+    """A load has failed: the contents of its blocks must not be used."""
+
+    def __init__(self, reason: FailureReason, detail: str) -> None:
+        self.reason = reason
+        super().__init__(detail)
 
 
 LONGEST = 20
