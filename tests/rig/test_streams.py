@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.params_mac import sign_params
 from kvferry.worker.loads.load import Load
-from kvferry.worker.loads.reading import StreamedRead
 from kvferry.worker.loads.state import LoadState
+from kvferry.worker.loads.streamed_read import StreamedRead
 from kvferry.worker.settings import WorkerSettings
 from tests.geometry.cells import NULL_BLOCK
 from tests.geometry.drawn import Drawn

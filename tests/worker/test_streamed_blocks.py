@@ -23,7 +23,7 @@ from kvferry.protocol.ids import (
 )
 from kvferry.protocol.stream_rows import PAGE_IDS, StreamRows
 from kvferry.worker.loads.slot_watch import complete_tokens
-from kvferry.worker.loads.streamed_blocks import StreamedBlocks
+from kvferry.worker.loads.streamed_read import StreamedBlocks
 
 EPOCH, OTHER = Epoch(0x123456789ABCDE), Epoch(0x23456789ABCDEF)
 READY, COMPUTING = (

@@ -27,16 +27,11 @@ from kvferry.worker.fabric.reads import Reads
 from kvferry.worker.loads.context import LoadContext
 from kvferry.worker.loads.data_reads import DataReads
 from kvferry.worker.loads.fence import LeaseFence, LeaseReads
-from kvferry.worker.loads.reading import (
-    LoadParts,
-    Reading,
-    StreamedRead,
-    Units,
-    WholeRead,
-)
+from kvferry.worker.loads.reading import LoadParts, Reading, Units, WholeRead
 from kvferry.worker.loads.results import LoadRecord, LoadStory, Stage
 from kvferry.worker.loads.slot_watch import Steps, Wait
 from kvferry.worker.loads.state import Deadline, LoadFailed, LoadState, Progress
+from kvferry.worker.loads.streamed_read import StreamedRead
 from kvferry.worker.peers.peer import Peer
 from kvferry.worker.peers.registry import Unavailable
 from kvferry.worker.staging.pool import Wave
