@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate
-from kvferry.worker.loads.data_reads import DataReads
 from kvferry.worker.loads.fence import LeaseFence
+from kvferry.worker.loads.reading import DataReads
 from tests.engine_core.prefixes import LONG, compute, side_of
 from tests.engine_core.test_load_metrics import samples
 from tests.harness.core import configs, node

@@ -27,7 +27,7 @@ from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_reader import read_params
 from kvferry.worker.fabric.agent import load_bindings
 from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.loads.mapped_reads import MappedReads
+from kvferry.worker.loads.reading import MappedReads
 from kvferry.worker.loads.state import LoadState
 from kvferry.worker.peers import mapped_route
 from kvferry.worker.peers.mapped_route import MappedRoute

@@ -27,9 +27,7 @@ from kvferry.worker.fabric.port import (
     TransferState,
     TransferTelemetry,
 )
-from kvferry.worker.loads.context import LoadContext
-from kvferry.worker.loads.data_reads import DataReads
-from kvferry.worker.loads.mapped_reads import MappedReads
+from kvferry.worker.loads.reading import DataReads, LoadContext, MappedReads
 from kvferry.worker.peers import mapped_route
 from kvferry.worker.peers.mapped_route import MappedRoute
 from tests.harness.fault_fabric import FaultFabric

@@ -41,7 +41,7 @@ from kvferry.worker.inbox import (
     Withdraw,
 )
 from kvferry.worker.leases import Notifications
-from kvferry.worker.loads.context import LoadContext
+from kvferry.worker.loads.reading import LoadContext
 from kvferry.worker.loads.results import ResultBox, WorkerGauges
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.tail_zeroing import TailZeroing

@@ -24,10 +24,15 @@ from kvferry.protocol.params_mac import check_params_mac
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.reads import Reads
-from kvferry.worker.loads.context import LoadContext
-from kvferry.worker.loads.data_reads import DataReads
 from kvferry.worker.loads.fence import LeaseFence, LeaseReads
-from kvferry.worker.loads.reading import LoadParts, Reading, Units, WholeRead
+from kvferry.worker.loads.reading import (
+    DataReads,
+    LoadContext,
+    LoadParts,
+    Reading,
+    Units,
+    WholeRead,
+)
 from kvferry.worker.loads.results import LoadRecord, LoadStory, Stage
 from kvferry.worker.loads.slot_watch import Steps, Wait
 from kvferry.worker.loads.state import Deadline, LoadFailed, LoadState, Progress

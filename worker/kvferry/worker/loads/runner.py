@@ -17,8 +17,8 @@ from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.loads.by_state import LoadsByState
-from kvferry.worker.loads.context import LoadContext
 from kvferry.worker.loads.load import Load
+from kvferry.worker.loads.reading import LoadContext
 from kvferry.worker.loads.results import LoadRecord, ResultBox
 from kvferry.worker.loads.slot_watch import SlotPoll, SlotWatch
 from kvferry.worker.loads.state import (
