@@ -9,9 +9,9 @@ from typing import cast
 import pytest
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.loads.by_state import LoadsByState
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.results import Stage
+from kvferry.worker.loads.runner import LoadsByState
 from kvferry.worker.loads.slot_watch import Wait
 from kvferry.worker.loads.state import LOAD_TRANSITIONS, MAY_FAIL, LoadEvent, LoadState
 from tests.worker.stub_loads import StubLoad
