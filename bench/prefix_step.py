@@ -113,6 +113,7 @@ class Answerer:
         # Only here: the engine needs vLLM, which takes seconds to import.
         from bench.step_engines import TimedNode
         from tests.fakes.memory_fabric import MemoryNetwork
+        from tests.harness.core.loop import engine_core
         from tests.link.channel import client
 
         self._node = TimedNode(
@@ -121,6 +122,8 @@ class Answerer:
         self._side = self._node.engine.connector.scheduler_side
         self._ending = ExitStack()
         self._ending.callback(self._node.close, idle=False)
+        # Without it every step would look for it among the threads, as in no engine.
+        self._ending.enter_context(engine_core(self._node.engine.scheduler))
         self._socket: zmq.Socket[bytes] = self._ending.enter_context(
             client(self._node.port)
         )

@@ -4,23 +4,23 @@ wait for answers takes no step."""
 from __future__ import annotations
 
 import inspect
-import queue
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.engine.core import EngineCoreProc
 
 from kvferry.connector.vllm.core import EngineLoop, RunningWeights
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, encode_params
 from kvferry.worker.loads.state import LoadState
 from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params
 from tests.engine_core.test_idle import prefill, work
+from tests.harness.core.loop import engine_core
 from tests.harness.core.node import until
 from tests.harness.core.scheduler import tokens
 from tests.promises import promise
@@ -31,29 +31,13 @@ LEASE_S = 1.2
 
 @pytest.fixture
 def make_core() -> Iterator[Any]:
-    """Makes vLLM engine cores with only the parts that their loop needs, and a thread like that of real ones."""
-    over = threading.Event()
-    threads = []
+    """Makes engine cores for schedulers."""
+    with ExitStack() as cores:
 
-    def build(scheduler: Any = None) -> Any:
-        core: Any = EngineCoreProc.__new__(EngineCoreProc)
-        core.input_queue, core.aborts_queue = queue.Queue(), queue.Queue()
-        core.scheduler, core.batch_queue, core.engines_running = scheduler, None, False
-        core.shutdown_state, core.process_input_queue_block = (
-            EngineShutdownState.RUNNING,
-            True,
-        )
-        core._idle_state_callbacks = []
-        threads.append(
-            threading.Thread(target=MethodType(lambda core: over.wait(), core))
-        )
-        threads[-1].start()
-        return core
+        def build(scheduler: Any = None) -> Any:
+            return cores.enter_context(engine_core(scheduler))
 
-    yield build
-    over.set()
-    for thread in threads:
-        thread.join()
+        yield build
 
 
 def test_the_core_of_this_process_is_found_and_woken(make_core: Any) -> None:
@@ -90,7 +74,6 @@ def test_weights_that_are_updated_are_those_of_no_other_engine_until_they_are_na
     make_core: Any, method: str, changes: bool
 ) -> None:
     core = make_core()
-    core._weight_version = "default"  # as vLLM begins
     calls: list[Any] = []
     core.model_executor = SimpleNamespace(
         collective_rpc=lambda *call: calls.append(call)
@@ -120,7 +103,6 @@ def test_an_engine_notices_updates_from_its_first_turn_on(
     engine = make_engine("kv_producer")
     core = make_core()
     core._weight_version = "default"
-    core.model_executor = SimpleNamespace(collective_rpc=lambda *call: None)
     engine.connector.has_pending_push_work()
     core.collective_rpc("update_weights")
     assert engine.connector.scheduler_side.channel.local.weights.version().startswith(
@@ -133,7 +115,6 @@ def test_the_version_of_weights_is_read_from_the_core_and_empty_before_they_are_
 ) -> None:
     assert RunningWeights().version() == "", "there is no core"
     core, weights = make_core(), RunningWeights()
-    core._weight_version = "default"  # as vLLM begins
     assert weights.version() == ""
     core.set_weight_version("step-7")
     assert weights.version() == "step-7"

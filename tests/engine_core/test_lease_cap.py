@@ -11,6 +11,7 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
+from kvferry.scheduler.producer import block_references
 from tests.engine_core.slow_router import (
     HEARTBEAT_S,
     LEASE_S,
@@ -66,6 +67,28 @@ def test_a_lease_that_a_running_request_shares_all_blocks_with_is_not_ended_in_v
     slow.step(30)
     assert slow.held == {"shared"}
     assert slow.engine.status("runs") == "RUNNING"
+
+
+@pytest.mark.parametrize(
+    ("how", "held_s"), [("release", 6), ("evicted", 3 * HEARTBEAT_S)]
+)
+def test_a_request_that_waits_for_blocks_gets_those_of_a_lease_all_at_once(
+    make_slow: Any, monkeypatch: pytest.MonkeyPatch, how: str, held_s: float
+) -> None:
+    """Blocks of which nobody is in need are given back in parts."""
+    monkeypatch.setattr(block_references, "RETURNED_AT_ONCE", 1)
+    slow = make_slow(max_leased_fraction=1.0)
+    slow.prefill("held", length=400)
+    slow.step(round(held_s))
+    slow.prefill("waits", length=200)
+    slow.step()
+    assert slow.engine.status("waits") == "WAITING"
+    if how == "release":
+        slow.side.leases.release(slow.lease("held"))
+        slow.step()
+    slow.step()
+    assert slow.engine.status("waits") == "RUNNING"
+    assert slow.engine.counted("leases_released", how) == 1
 
 
 def claimed(slow: Slow, length: int, keep_free: int) -> list[str]:

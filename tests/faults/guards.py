@@ -637,7 +637,7 @@ GUARDS = (
         "prefix-returns",
         "a step gives back a part of them",
         (9,),
-        "kvferry.scheduler.producer.block_references:BlockReferences.return_some",
+        "kvferry.scheduler.producer.block_references:BlockReferences._return_some",
         switches.return_all_at_once,
         (
             "tests/scheduler/test_reservations.py::test_the_end_of_a_prefix_is_given_back_first",

@@ -246,8 +246,8 @@ def take_all_at_once(go_on: Function) -> Function:
 
 def return_all_at_once(return_some: Function) -> Function:
     def hasty(references: Any) -> None:
-        while references.is_returning:
-            return_some(references)
+        references.are_blocks_short = True
+        return_some(references)
 
     return hasty
 

@@ -190,7 +190,7 @@ def test_counts_that_differ_from_the_blocks_of_the_leases_are_reported(
     lease.block_ids = changed
     with pytest.raises(
         LocalProtocolError,
-        match=r"block references: \d held \+ \d ending, \d \+ \d by lease",
+        match=r"block references: -?\d held \+ \d ending, \d \+ \d by lease",
     ):
         check_references(references)
 

@@ -1,4 +1,4 @@
-"""Blocks of prefixes, taken and given back in parts, against a pool that counts."""
+"""Blocks of leases, taken and given back in parts, against a pool that counts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_all_that_is_taken_for_prefixes_is_given_back_in_parts(
             check_references(references)
         while references.is_returning:
             before = len(pool.given_back)
-            references.return_some()
+            references.begin_step()
             assert len(pool.given_back) - before <= at_once
             check_references(references)
     expected = Counter(block for lease in kept for block in lease.block_ids)
@@ -100,10 +100,9 @@ def test_the_end_of_a_prefix_is_given_back_first() -> None:
     references = BlockReferences(pool)
     reservation = Reservation()
     reserve(references, pool, reservation, [1, 2, 3, 4])
-    references.cancel(reservation)
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(block_references, "RETURNED_AT_ONCE", 2)
-        references.return_some()
+        references.cancel(reservation)
     assert pool.given_back == [3, 4], "of a part the pool itself reverses the order"
     assert references.num_coming() == 2
 
@@ -111,4 +110,42 @@ def test_the_end_of_a_prefix_is_given_back_first() -> None:
 def test_a_reservation_without_blocks_leaves_nothing_to_do() -> None:
     references = BlockReferences(Pool())
     references.cancel(Reservation())
+    assert not references.is_returning
+
+
+@pytest.mark.parametrize("use", LeaseUse)
+def test_a_step_gives_back_a_part_of_the_blocks_of_leases_that_are_over(
+    use: LeaseUse,
+) -> None:
+    """As many in all as one step may, whatever is over."""
+    pool = Pool()
+    references = BlockReferences(pool)
+    leases = [
+        ProducerLease(f"{first}", use, block_ids=tuple(range(first, first + 3)))
+        for first in (0, 3)
+    ]
+    for lease in leases:
+        references.keep(lease)
+        references.end(lease)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(block_references, "RETURNED_AT_ONCE", 4)
+        references.begin_step()
+        for lease in leases:
+            references.free(lease)
+        assert pool.given_back == [0, 1, 2, 5], "in the step in which they are over"
+        assert references.num_coming() == 2
+        references.begin_step()
+    assert pool.given_back == [0, 1, 2, 5, 3, 4]
+    assert not references.is_returning
+    check_references(references)
+
+
+def test_all_blocks_are_given_back_at_once_while_a_request_waits_for_blocks() -> None:
+    pool = Pool()
+    references = BlockReferences(pool)
+    references.are_blocks_short = True
+    lease = ProducerLease("a", block_ids=tuple(range(1000)))
+    references.keep(lease)
+    references.free(lease)
+    assert len(pool.given_back) == 1000
     assert not references.is_returning

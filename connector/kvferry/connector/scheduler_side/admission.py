@@ -234,7 +234,8 @@ class LeaseEviction:
         clock_s = self._leases.clock_s
         self._note_first_ending()
         longest = self._blocks.longest
-        if longest is None or not references.num_requests or clock_s < self._recheck_s:
+        has_blocks = references.num_requests or references.is_returning
+        if longest is None or not has_blocks or clock_s < self._recheck_s:
             return
         demand = self._demand(longest)
         if demand is None:
@@ -284,11 +285,13 @@ class LeaseEviction:
         num_free = self._blocks.num_free
         if is_within_limits and num_free >= longest + reserve:
             # No request can need more. Most steps end here, so this is all that they pay: it has constant cost.
+            references.are_blocks_short = False
             self._block_demand.end_stall()
             return None
         num_coming = references.num_coming()
-        num_free += num_coming
         needs = self._block_demand.needs()
+        references.are_blocks_short = max(needs, default=0) > num_free
+        num_free += num_coming
         # A request that lacks more than all leases could give up is not admitted by eviction. It waits for running
         # ones, and the leases would end for nothing.
         need = max((need for need in needs if need <= num_free + num_leased), default=0)

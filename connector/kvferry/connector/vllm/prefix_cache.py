@@ -100,7 +100,9 @@ class PrefixCache:
                 # one, is that of the tokens up to its end.
                 end = min((position + 1) * span, length)
                 key = hashes[end // self.hash_tokens - 1] + group.to_bytes(4, "big")
-                keys[block.block_id] = key
+                own_key = block.block_hash
+                # The block's own object where it is equal: the step thread compares it without reading it.
+                keys[block.block_id] = own_key if own_key == key else key
         return CachedPrefix(length, tuple(blocks), tuple(keys), tuple(keys.values()))
 
     def _hit(
@@ -120,7 +122,7 @@ class PrefixCache:
     def keep(self, block_ids: Sequence[int], hashes: Sequence[bytes]) -> bool:
         """Take a reference on each block, if each still has its hash. Takes none if not.
 
-        Some 0.3 µs a block; the caller takes few at a time.
+        Some 0.4 µs a block; the caller takes few at a time.
         """
         pool = self._bound.block_pool
         objects = list(map(pool.blocks.__getitem__, block_ids))

@@ -1,8 +1,8 @@
 """References of leases on the engine's blocks, after the end of their requests.
 
-A prefix of 32,000 tokens may have 2,000 blocks, and to count or to give back as many takes a good part of a millisecond
-of a step. So the blocks of prefixes are counted part by part, in a `Reservation`, before their lease opens, and are
-given back part by part after it is over.
+A prompt of 32,000 tokens may have 2,000 blocks, and to count or to give back as many takes a good part of a millisecond
+of a step. So the blocks of prefixes are counted part by part, in a `Reservation`, before their lease opens, and the
+blocks of every lease are given back part by part after it is over: at once only while requests wait for blocks.
 
 A block may belong to several leases and to running requests: prompts share prefixes. Ending a lease frees only the
 blocks without other references. So references of leases are counted here and compared with the block pool's count.
@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.scheduler.block_pool import BlockPool
-from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
+from kvferry.scheduler.producer.lease import ProducerLease
 
-RETURNED_AT_ONCE = 512
-"""Most blocks of prefixes that are given back in one step."""
+RETURNED_AT_ONCE = 256
+"""Most blocks that are given back in one step, some 0.1 ms, while no request waits for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class BlockReferencesSnapshot:
     """Attributes:
     held, ending: references by block, of leases that have not ended and of those that have.
     reserved: the blocks of each reservation, which are counted as held.
-    returning: those of each prefix that is over and not given back yet, which are counted as ending.
+    returning: those of each lease that is over and not given back yet, which are counted as ending.
     """
 
     held: Mapping[int, int]
@@ -52,23 +52,28 @@ class BlockReferences:
         pool: as given.
         held: leases with references that have not ended, by request; the one that was held first is first.
         ending: leases that have ended and that some worker has not acknowledged, by request; the first ended is first.
+        are_blocks_short: whether a request waits for blocks: then all of a lease that is over is given back at once.
     """
 
     def __init__(self, pool: BlockPool | None = None) -> None:
         self.pool = pool
         self.held: dict[str, ProducerLease] = {}
         self.ending: dict[str, ProducerLease] = {}
+        self.are_blocks_short = False
         # References of each block. A count that falls to zero is removed, so a step's cost is that of used blocks.
-        self._held: Counter[int] = Counter()
-        self._ending: Counter[int] = Counter()
-        # Counted as held.
+        self._references: Counter[int] = Counter()
+        # Those of leases that have ended. Counted when they are asked for, until the next step: only steps in which
+        # blocks are short do, and to count them when a lease ends would cost each of its blocks two look-ups.
+        self._ending: Counter[int] | None = None
         self._reservations: set[Reservation] = set()
-        # Counted as ending; the last block of each is given back first.
+        # The last block of each is given back first.
         self._returning: deque[list[int]] = deque()
+        # In this step.
+        self._num_returned = 0
 
     def __len__(self) -> int:
-        """Blocks that held leases refer to, shared or not: an upper bound of `num_leased` that costs nothing."""
-        return len(self._held)
+        """Blocks that leases refer to, shared or not: an upper bound of `num_leased` that costs nothing."""
+        return len(self._references)
 
     @property
     def num_requests(self) -> int:
@@ -77,13 +82,13 @@ class BlockReferences:
 
     @property
     def is_returning(self) -> bool:
-        """True if `return_some` has blocks to give back."""
+        """True if steps have blocks to give back."""
         return bool(self._returning)
 
     def keep(self, lease: ProducerLease) -> None:
         """Take a reference on each block of a request that has ended."""
         self.held[lease.request_id] = lease
-        self._held.update(lease.block_ids)
+        self._references.update(lease.block_ids)
         if self.pool is not None:
             self.pool.keep(lease.block_ids)
 
@@ -91,13 +96,12 @@ class BlockReferences:
         """Add blocks to a reservation. The caller has taken a reference on each."""
         self._reservations.add(reservation)
         reservation.block_ids.extend(blocks)
-        self._held.update(blocks)
+        self._references.update(blocks)
 
     def cancel(self, reservation: Reservation) -> None:
         """No lease will have these blocks."""
         if reservation in self._reservations:
             self._reservations.remove(reservation)
-            _take(self._held, reservation.block_ids)
             self._return(reservation.block_ids)
 
     def take_over(self, lease: ProducerLease, reservation: Reservation) -> None:
@@ -110,51 +114,35 @@ class BlockReferences:
         """The lease has ended; its blocks are freed when every worker has acknowledged it."""
         del self.held[lease.request_id]
         self.ending[lease.request_id] = lease
-        _take(self._held, lease.block_ids)
-        self._ending.update(lease.block_ids)
+        if self._ending is not None:
+            self._ending.update(lease.block_ids)
 
     def free(self, lease: ProducerLease) -> None:
-        """Drop the references; blocks without others are back in the pool, those of prefixes soon (`return_some`)."""
-        if lease.use is LeaseUse.PREFIX:
-            if self.held.pop(lease.request_id, None) is not None:
-                _take(self._held, lease.block_ids)
-                self._return(list(lease.block_ids))
-            else:
-                del self.ending[lease.request_id]
-                self._returning.append(list(lease.block_ids))
-            return
-        if self.held.pop(lease.request_id, None) is not None:
-            _take(self._held, lease.block_ids)
-        else:
+        """The lease is over: blocks without other references are back in the pool, or will be in a few steps."""
+        if self.held.pop(lease.request_id, None) is None:
             del self.ending[lease.request_id]
-            _take(self._ending, lease.block_ids)
-        if self.pool is not None:
-            self.pool.give_back(lease.block_ids)
+        self._return(list(lease.block_ids))
 
-    def return_some(self) -> None:
-        """Give back a part of the blocks of prefixes that are over."""
-        num_left = RETURNED_AT_ONCE
-        while self._returning and num_left:
-            blocks = self._returning[0]
-            part = blocks[-num_left:]
-            del blocks[-num_left:]
-            num_left -= len(part)
-            _take(self._ending, part)
-            if self.pool is not None:
-                self.pool.give_back(part)
-            if not blocks:
-                self._returning.popleft()
+    def begin_step(self) -> None:
+        """Give back a part of the blocks whose leases are over."""
+        self._num_returned = 0
+        self._return_some()
 
     def num_leased(self) -> int:
-        """Blocks that only leases keep, at least one of which is held. Visits every held block."""
-        return sum(map(self._is_only_leased, self._held))
+        """Blocks that only leases keep, at least one of which is held. Visits every block of a lease."""
+        ending = self._count_ending()
+        num_leased = 0
+        for block, count in self._references.items():
+            if count > ending.get(block, 0) and self._is_only_leased(block):
+                num_leased += 1
+        return num_leased
 
     def num_coming(self) -> int:
         """Blocks that only ending leases keep: they return to the pool soon."""
         num_coming = 0
-        for block in self._ending:
+        for block, count in self._count_ending().items():
             # A block that a held lease keeps as well stays out of the pool.
-            if block not in self._held and self._is_only_leased(block):
+            if count == self._references[block] and self._is_only_leased(block):
                 num_coming += 1
         return num_coming
 
@@ -164,17 +152,22 @@ class BlockReferences:
 
     def gain(self, lease: ProducerLease) -> int:
         """The number of blocks that ending this lease alone frees."""
+        ending = self._count_ending()
         gain = 0
         for block in lease.block_ids:
-            if self._held[block] == 1 and self._is_only_leased(block):
+            is_last = self._references[block] - ending.get(block, 0) == 1
+            if is_last and self._is_only_leased(block):
                 gain += 1
         return gain
 
     def snapshot(self) -> BlockReferencesSnapshot:
         """The counts now, and the blocks that are in no lease."""
+        ending = self._count_ending()
+        held = Counter(self._references)
+        held.subtract(ending)
         return BlockReferencesSnapshot(
-            held=dict(self._held),
-            ending=dict(self._ending),
+            held={block: count for block, count in held.items() if count},
+            ending=dict(ending),
             reserved=tuple(
                 tuple(reservation.block_ids) for reservation in self._reservations
             ),
@@ -182,21 +175,49 @@ class BlockReferences:
         )
 
     def _return(self, blocks: list[int]) -> None:
-        self._ending.update(blocks)
-        self._returning.append(blocks)
+        if blocks:
+            self._ending = None
+            self._returning.append(blocks)
+            self._return_some()
+
+    def _return_some(self) -> None:
+        while self._returning:
+            blocks = self._returning[0]
+            first = 0
+            if not self.are_blocks_short:
+                num_left = RETURNED_AT_ONCE - self._num_returned
+                if num_left <= 0:
+                    return
+                first = max(0, len(blocks) - num_left)
+            part = blocks[first:]
+            del blocks[first:]
+            if not blocks:
+                self._returning.popleft()
+            self._num_returned += len(part)
+            self._ending = None
+            _take(self._references, part)
+            if self.pool is not None:
+                self.pool.give_back(part)
+
+    def _count_ending(self) -> Counter[int]:
+        if self._ending is None:
+            self._ending = Counter()
+            for lease in self.ending.values():
+                self._ending.update(lease.block_ids)
+            for blocks in self._returning:
+                self._ending.update(blocks)
+        return self._ending
 
     def _is_only_leased(self, block: int) -> bool:
         """True if no running request has the block: the pool counts no more references than leases have."""
         if self.pool is None:
             return True
-        num_leases = self._held[block] + self._ending[block]
-        return self.pool.reference_count(block) == num_leases
+        return self.pool.reference_count(block) == self._references[block]
 
 
 def _take(counts: Counter[int], blocks: Sequence[int]) -> None:
     """Remove one reference from each of these distinct blocks."""
-    # Popped and put back, since most are not put back: a decrement of each would be a Python loop over all blocks of a
-    # prompt, in the step that ends its lease.
+    # Popped and put back, since most are not put back: a decrement of each would be a Python loop over all blocks.
     before = list(map(counts.pop, blocks))
     is_any_shared = sum(before) > len(before)
     if not is_any_shared:

@@ -331,7 +331,7 @@ class ProducerLedger:
         # Time counts only while this process is awake: a pause of the producer itself must not expire leases, since
         # their renewals could not arrive meanwhile.
         clock_s = self.clock.wind(now_s)
-        self.block_references.return_some()
+        self.block_references.begin_step()
         if may_expire and self._deadlines.may_be_due(clock_s):
             for lease in self._deadlines.due(
                 self.block_references.held.values(), clock_s
