@@ -34,7 +34,7 @@ class Slow:
         self.now_s = 1000.0
         clock = SimpleNamespace(monotonic=lambda: self.now_s)
         for module in (
-            "connector.scheduler_side.engine_step",
+            "connector.scheduler_side.hooks",
             "link.server",
         ):  # both wind the clock of leases
             monkeypatch.setattr(f"kvferry.{module}.time", clock)
