@@ -348,6 +348,25 @@ def test_a_load_under_way_keeps_the_pages_until_it_is_over(
     assert sleeper.hand_over() == 1
 
 
+@promise(1)
+def test_a_sleep_that_only_the_workers_know_of_costs_handovers_until_vllm_wakes_them(
+    sleeper: Sleeper,
+) -> None:
+    """As by `collective_rpc`: the scheduler side hears nothing of it. That the engine is paused and its prefix cache
+    empty is up to the caller, with or without a connector."""
+    assert sleeper.hand_over() == 1
+    executor = sleeper.core.model_executor
+    sleeper.core.pause_scheduler(clear_cache=True)
+    executor.collective_rpc("sleep", kwargs={"level": 1})
+    assert sleeper.taken
+    executor.collective_rpc("wake_up", kwargs={"tags": None})
+    sleeper.core.resume_scheduler()
+    # Its peers still know the agent that is closed.
+    assert sleeper.hand_over() > 1
+    assert sleeper.core.wake_up()
+    assert sleeper.hand_over() == 1
+
+
 @promise(2)
 def test_a_lease_keeps_the_pages_while_its_consumer_may_read(sleeper: Sleeper) -> None:
     """In a process of its own the engine waits for it too."""
