@@ -336,6 +336,15 @@ def test_hooks_that_come_twice_change_nothing(pair: Pair) -> None:
     rig.transfer(producer, consumer, seed=2)
 
 
+def test_an_engine_that_ends_while_it_sleeps_touches_no_page(pair: Pair) -> None:
+    rig = pair.rig
+    rig.transfer(pair.producer, pair.consumer, seed=1)
+    for engine in (pair.consumer, pair.producer):
+        engine.sleep()
+        rig.retire(engine)
+        assert engine.worker.registration.is_withdrawn
+
+
 def test_an_agent_is_not_closed_under_reads(rig: Rig) -> None:
     (engine,) = (rig.engine("P", sleeps=True),)
     with pytest.raises(LocalProtocolError, match="DEREGISTERED cannot happen"):
