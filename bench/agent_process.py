@@ -33,8 +33,7 @@ from kvferry.plan.planner import plan_transfer
 from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress
 from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.scheduler.counters import Counters
-from kvferry.worker.fabric.agent import AgentConfig
-from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.nixl import AgentConfig, NixlFabric
 from kvferry.worker.fabric.port import (
     DescriptorRows,
     MemoryKind,

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
-from kvferry.worker.fabric.agent import PROGRESS_INTERVAL_US, load_bindings
+from kvferry.worker.fabric.nixl import PROGRESS_INTERVAL_US, load_bindings
 
 __all__ = ["NixlConnector"]
 

@@ -34,7 +34,7 @@ from kvferry.worker.fabric.metadata_envelope import (
     open_metadata,
     wrap_metadata,
 )
-from kvferry.worker.fabric.nixl_handles import check_index_pairs
+from kvferry.worker.fabric.nixl import check_index_pairs
 from kvferry.worker.fabric.port import (
     MAX_NOTIFICATION_BYTES,
     DescriptorRows,

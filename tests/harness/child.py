@@ -25,8 +25,7 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.ids import SlotState, epoch_from_text, slot_word
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.params_reader import read_params
-from kvferry.worker.fabric.agent import load_bindings
-from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.nixl import NixlFabric, load_bindings
 from kvferry.worker.loads.reading import MappedReads
 from kvferry.worker.loads.state import LoadState
 from kvferry.worker.peers import mapped_route

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from kvferry.cli.doctor.devices import Machine, load_error, plugins
-from kvferry.worker.fabric.agent import AgentConfig
-from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.nixl import AgentConfig, NixlFabric
 from tests.harness.rig import rig_of
 
 

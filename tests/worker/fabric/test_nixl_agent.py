@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.worker.fabric.agent import AgentConfig, load_bindings
 from kvferry.worker.fabric.errors import FabricUnavailable, InvalidFabricRequest
-from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.nixl import AgentConfig, NixlFabric, load_bindings
 from kvferry.worker.fabric.ucx_settings import GPU_READS, slow_within_host, ucx_defaults
 
 pytestmark = pytest.mark.slow
@@ -157,7 +156,7 @@ def test_the_defaults_reach_ucx_before_the_agent_is_made_without_a_warning(
 IDLE = f"""
 import json, time, numpy
 from kvferry.worker.fabric.port import MemoryKind, Region
-from kvferry.worker.fabric.agent import AgentConfig
+from kvferry.worker.fabric.nixl import AgentConfig
 from kvferry.worker.fabric.nixl import NixlFabric
 memory = numpy.zeros(1 << 20, dtype=numpy.uint8)
 fabrics = [NixlFabric(name, AgentConfig(**CONFIG)) for name in ("idle", "peer")]
@@ -183,7 +182,7 @@ def test_an_idle_process_with_two_agents_takes_next_to_no_cpu(
 BINDINGS = """
 import json, sys
 sys.modules["BLOCKED"] = None
-from kvferry.worker.fabric.agent import load_bindings
+from kvferry.worker.fabric.nixl import load_bindings
 print(json.dumps(load_bindings().__name__))
 """
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.worker.fabric import nixl_handles
-from kvferry.worker.fabric.agent import AgentConfig, load_bindings
+from kvferry.worker.fabric import nixl as nixl_fabric
 from kvferry.worker.fabric.errors import (
     DescriptorOutOfRange,
     FabricUnavailable,
@@ -19,8 +18,13 @@ from kvferry.worker.fabric.errors import (
     PeerLost,
 )
 from kvferry.worker.fabric.metadata_envelope import open_metadata, wrap_metadata
-from kvferry.worker.fabric.nixl import NixlFabric
-from kvferry.worker.fabric.nixl_handles import MAX_RETAINED_PEERS, NixlPeers
+from kvferry.worker.fabric.nixl import (
+    MAX_RETAINED_PEERS,
+    AgentConfig,
+    NixlFabric,
+    NixlPeers,
+    load_bindings,
+)
 from kvferry.worker.fabric.port import MemoryKind, PeerAgent, Region
 from kvferry.worker.peers.registry import PeerRegistry
 from tests.waiting import wait_until
@@ -294,7 +298,7 @@ def test_no_new_peer_is_added_when_most_files_are_open_and_known_ones_are_used_o
 ) -> None:
     scene = KeptHandles()
     scene.part(A)
-    monkeypatch.setattr(nixl_handles, "MAX_OPEN_FILES_FRACTION", 0.0)
+    monkeypatch.setattr(nixl_fabric, "MAX_OPEN_FILES_FRACTION", 0.0)
     with pytest.raises(FabricUnavailable, match="files of this process are open"):
         scene.peers.add(B, b"1")
     scene.peers.add(A, b"1")

@@ -40,8 +40,7 @@ from kvferry.link.allowed_hosts import allowed_hosts_of
 from kvferry.link.secrets import secrets_from_environment
 from kvferry.protocol.geometry import Place
 from kvferry.worker.caches import KvCaches
-from kvferry.worker.fabric.agent import AgentConfig
-from kvferry.worker.fabric.nixl import NixlFabric
+from kvferry.worker.fabric.nixl import AgentConfig, NixlFabric
 from kvferry.worker.loads.results import StepResults
 from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from kvferry.worker.worker import FerryWorker
