@@ -12,9 +12,8 @@ from kvferry.link import limits
 from kvferry.link.limits import Backoff
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.peers.failed_peers import FailedPeers
 from kvferry.worker.peers.peer import Peer
-from kvferry.worker.peers.registry import Unavailable
+from kvferry.worker.peers.registry import FailedPeers, Unavailable
 from tests.worker.peers.scene import ENTRIES, KEY, TTL_S, Scene
 
 
