@@ -76,7 +76,7 @@ GUARDS = (
         "progress",
         "a slot reports the tokens of a step when the device has finished it, not earlier",
         (1,),
-        "kvferry.worker.stream_rows:ServedStream.take_tokens",
+        "kvferry.worker.leases:ServedStream.take_tokens",
         switches.report_at_once,
         (
             "tests/worker/test_stream_rows.py::test_tokens_are_reported_step_by_step_while_several_are_in_flight",

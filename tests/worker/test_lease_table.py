@@ -19,8 +19,7 @@ from kvferry.protocol.ids import (
 from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.stream_rows import STREAM_ROWS, header_word
-from kvferry.worker.leases import LeaseTable
-from kvferry.worker.stream_rows import StreamRowTable
+from kvferry.worker.leases import LeaseTable, StreamRowTable
 from tests.fakes.device_mark import FakeMark
 from tests.harness.integrity import table_errors
 

@@ -25,8 +25,7 @@ from kvferry.protocol.stream_rows import (
     header_word,
 )
 from kvferry.worker.fabric.errors import internal_errors
-from kvferry.worker.leases import LeaseTable
-from kvferry.worker.stream_rows import StreamRowTable
+from kvferry.worker.leases import LeaseTable, StreamRowTable
 from tests.fakes.device_mark import FakeMark
 from tests.harness.integrity import table_errors
 

@@ -17,13 +17,12 @@ import torch
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.worker.device import HOST, Device, _CudaMark
-from kvferry.worker.leases import LeaseTable
+from kvferry.worker.leases import LeaseTable, ServedStream
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.relayout.triton_relayout import TritonRelayout
 from kvferry.worker.staging import staged_reads
 from kvferry.worker.staging.host_buffer import HostMirror
-from kvferry.worker.stream_rows import ServedStream
 from kvferry.worker.transfer_thread import TransferThread
 from tests import waiting
 from tests.fakes.cuda import Rule

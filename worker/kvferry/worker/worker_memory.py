@@ -16,7 +16,7 @@ from kvferry.protocol.shared_memory import MAX_ALLOCATIONS, SharedMemory
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.entries import IdPages, SlotReads
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
-from kvferry.worker.leases import LeaseTable
+from kvferry.worker.leases import LeaseTable, StreamRowTable, bytes_of_rows
 from kvferry.worker.peer_memory.cuda_driver import CudaIpcDriver
 from kvferry.worker.peer_memory.cuda_ipc import OFF_BY_DEFAULT, CudaIpcMemory
 from kvferry.worker.peer_memory.host_memory import FileMemory
@@ -29,7 +29,6 @@ from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from kvferry.worker.staging.buffer import Staging
 from kvferry.worker.staging.host_buffer import HostMirror
 from kvferry.worker.staging.pool import StagingPool
-from kvferry.worker.stream_rows import StreamRowTable, bytes_of_rows
 
 STAGING_BYTES = 256 << 20
 STAGING_BYTES_ON_HOST = 64 << 20
