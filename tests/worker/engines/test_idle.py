@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvferry.protocol.ids import EMPTY
-from kvferry.worker.pace import IDLE_NOTIFICATION_S, QUARANTINE_POLL_S
+from kvferry.worker.transfer_thread import IDLE_NOTIFICATION_S, QUARANTINE_POLL_S
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
 from tests.harness.integrity import ANSWER_WITHIN_S, snapshot_of

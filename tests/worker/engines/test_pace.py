@@ -9,11 +9,11 @@ from collections import Counter
 import pytest
 
 from kvferry.protocol.ids import SlotState
-from kvferry.worker import pace
+from kvferry.worker import transfer_thread
 from kvferry.worker.fabric.port import PeerAgent, Transfer, TransferState
 from kvferry.worker.loads.results import StepResults
 from kvferry.worker.loads.state import LoadState
-from kvferry.worker.pace import PollPace
+from kvferry.worker.transfer_thread import PollPace
 from kvferry.worker.worker import FerryWorker
 from tests.harness.engine import Engine, Offer, OrderedLoad
 from tests.harness.inside import wait_for_link
@@ -82,7 +82,8 @@ def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_of
     rig.transfer(producer, consumer)
     offer = producer.prefill(tokens=10)
     wait_until(
-        lambda: pauses_s[-1:] == [pace.MAX_NOTIFICATION_BACKOFF_S], "it has backed off"
+        lambda: pauses_s[-1:] == [transfer_thread.MAX_NOTIFICATION_BACKOFF_S],
+        "it has backed off",
     )
     before = producer.fabric.calls["take_notifications"]
     begun_s = time.monotonic()
@@ -104,7 +105,7 @@ POLLS = 3
 @pytest.fixture
 def polling_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest backoff would grow with it."""
-    monkeypatch.setattr(pace, "_POLLING_SHARE", 0)
+    monkeypatch.setattr(transfer_thread, "_POLLING_SHARE", 0)
 
 
 def _asynchronous(consumer: Engine) -> None:

@@ -1,21 +1,32 @@
 """The transfer thread: the one thread that touches the fabric once the worker runs.
 
     step thread, handshakes ──→ inbox ──→ ┌─ take messages ─→ peers ─→ leases ─→ notifications ─→ loads ─┐
-      (inbox.py: all messages)            └──────────────── pause (pace.py) ←── report ←─────────────────┘
+                     (all: `Message`)     └─────────────── pause (`PollPace`) ←── report ←───────────────┘
 
 It blocks when there is nothing to do, and never spins. Loads are resumed for 100 µs at most, and then it releases the
 interpreter's lock for 50 µs, for the engine's step thread.
+
+| while | it polls after |
+| --- | --- |
+| something is in flight | 50 µs, doubled up to 1 ms or 3 times what polling everything takes; reset by any progress |
+| leases are held | 2 ms, doubled up to 20 ms while no notification arrives |
+| a failed read may still write, or a message is flushed | 10 ms |
+| nothing is expected | 250 ms |
+
+New messages of the inbox wake the thread at once and reset both pauses.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import ParamSpec
+from dataclasses import dataclass
+from typing import ParamSpec, TypeAlias
 
 from kvferry.link.load_notifier import LoadNotifier
 from kvferry.protocol.errors import InvalidMessage
@@ -32,25 +43,11 @@ from kvferry.worker.device import Device, DeviceMark
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.fabric.reads import FabricReader
-from kvferry.worker.inbox import (
-    Message,
-    Signal,
-    StepLaunched,
-    StepOrdered,
-    TakeSnapshot,
-    Withdraw,
-)
 from kvferry.worker.leases import Notifications
 from kvferry.worker.loads.reading import LoadContext
 from kvferry.worker.loads.results import ResultBox, WorkerGauges
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.tail_zeroing import TailZeroing
-from kvferry.worker.pace import (
-    MAX_BACKOFF_S,
-    MIN_BACKOFF_S,
-    QUARANTINE_POLL_S,
-    PollPace,
-)
 from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.peers.first_reads import FirstReads
 from kvferry.worker.peers.peer import PeerKey
@@ -61,6 +58,127 @@ from kvferry.worker.thread_snapshot import ThreadSnapshot, snapshot_of_thread
 from kvferry.worker.worker_memory import WorkerMemory
 
 logger = logging.getLogger(__name__)
+
+MIN_BACKOFF_S = 50e-6
+MAX_BACKOFF_S = 1e-3
+_POLLING_SHARE = 3
+"""The longest pause, in multiples of the time that polling everything in flight takes: a thousand transfers are polled
+for at most a quarter of the time."""
+MIN_NOTIFICATION_BACKOFF_S = 2e-3
+MAX_NOTIFICATION_BACKOFF_S = 20e-3
+IDLE_NOTIFICATION_S = 0.25
+"""Interval at which notifications are taken while none are expected. NIXL keeps them until then, any number from any
+agent that reaches it: 80,000 of 60 kB were 4.5 GB."""
+QUARANTINE_POLL_S = 10e-3
+
+
+class PollPace:
+    """The pauses that grow.
+
+    Attributes:
+        backoff_s: before the next poll of what is in flight.
+        notification_backoff_s: before the next notifications are taken while leases are held.
+        take_unexpected_s: when notifications are taken next while none are expected, on the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self.backoff_s = MIN_BACKOFF_S
+        self.notification_backoff_s = MIN_NOTIFICATION_BACKOFF_S
+        self.take_unexpected_s = 0.0
+
+    def woken(self) -> None:
+        """A message has arrived."""
+        self.backoff_s = MIN_BACKOFF_S
+        self.notification_backoff_s = MIN_NOTIFICATION_BACKOFF_S
+
+    def progressed(self) -> None:
+        """Something in flight has progressed: what follows it may be short."""
+        self.backoff_s = MIN_BACKOFF_S
+
+    def polled_in_vain(self, round_s: float) -> None:
+        """Nothing in flight has progressed.
+
+        Args:
+            round_s: how long it takes to poll everything.
+        """
+        longest_s = max(MAX_BACKOFF_S, _POLLING_SHARE * round_s)
+        self.backoff_s = min(self.backoff_s * 2, longest_s)
+
+    def notified(self) -> None:
+        """A notification that was expected has arrived."""
+        self.notification_backoff_s = MIN_NOTIFICATION_BACKOFF_S
+
+    def not_notified(self) -> None:
+        """Notifications are expected, and none has arrived."""
+        doubled_s = 2 * self.notification_backoff_s
+        self.notification_backoff_s = min(doubled_s, MAX_NOTIFICATION_BACKOFF_S)
+
+    def took_unexpected(self, now_s: float, *, has_arrived: bool) -> None:
+        """Notifications were taken while none were expected. Where one has arrived, more may follow at once."""
+        pause_s = IDLE_NOTIFICATION_S
+        if has_arrived:
+            pause_s = MIN_NOTIFICATION_BACKOFF_S
+        self.take_unexpected_s = now_s + pause_s
+
+
+class Signal(enum.Enum):
+    """A message without content."""
+
+    WAKE = "wake"
+    """There may be work that no message brings, such as the answer of a handshake."""
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrdered:
+    """A step's orders.
+
+    Attributes:
+        frame: all of the orders, encoded: decoding takes time that the step thread has not got.
+        mark: reached when the device has finished everything that was launched before the orders.
+        arrived_s: when the worker had them, on the monotonic clock.
+    """
+
+    head: OrdersHead
+    frame: bytes
+    mark: DeviceMark
+    arrived_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepLaunched:
+    """The step of the orders before has been launched on the device.
+
+    Attributes:
+        mark: reached when that step has finished.
+    """
+
+    mark: DeviceMark
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Answer with a snapshot. Only the transfer thread can take one: what it owns has no lock."""
+
+    answer: Future[ThreadSnapshot]
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Fail all loads, read nothing more, and end the thread as soon as nothing can write into the worker's memory.
+
+    Attributes:
+        deadline_s: on the monotonic clock; from then on the thread goes on instead.
+        answer: None once the thread is about to end; `WithdrawalRefused` if it goes on. If it was cancelled before, the
+            thread goes on.
+    """
+
+    deadline_s: float
+    answer: Future[None]
+
+
+Message: TypeAlias = Signal | StepOrdered | StepLaunched | TakeSnapshot | Withdraw
+
 
 _LAST_READS_S = 0.5
 """Own reads get this long to end before the memory goes back to the engine."""
