@@ -97,7 +97,14 @@ def export_cuda(pipe: Connection) -> None:
 
 
 class FileImporter:
-    """The importer's side."""
+    """The importer's side.
+
+    Attributes:
+        LIST, SIZE: the fields of a description that list what was exported, and that say how large an allocation is.
+    """
+
+    LIST = "allocations"
+    SIZE = "num_bytes"
 
     def __init__(self) -> None:
         self.memory: PeerMemory = FileMemory()
@@ -113,16 +120,17 @@ class FileImporter:
 
     def described(self, shared: SharedMemory) -> Sequence[Described]:
         """The parts as they are described."""
-        return shared.allocations
+        described: Sequence[Described] = getattr(shared, self.LIST)
+        return described
 
     def resized(self, shared: SharedMemory, number: int, change: int) -> SharedMemory:
         """A description in which an allocation has another size."""
-        allocations = list(shared.allocations)
-        num_bytes = allocations[number].num_bytes + change
+        allocations = list(self.described(shared))
+        size = getattr(allocations[number], self.SIZE) + change
         allocations[number] = msgspec.structs.replace(
-            allocations[number], num_bytes=num_bytes
+            allocations[number], **{self.SIZE: size}
         )
-        return msgspec.structs.replace(shared, allocations=tuple(allocations))
+        return msgspec.structs.replace(shared, **{self.LIST: tuple(allocations)})
 
     def proof(self, opened: OpenedMemory) -> bytes:
         """What tells this exporter from the one before."""
@@ -163,6 +171,9 @@ class CountedDriver:
 class DeviceImporter(FileImporter):
     """The same of a device."""
 
+    LIST = "device_allocations"
+    SIZE = "allocation_bytes"
+
     def __init__(self, device: Device, driver: IpcDriver) -> None:
         self.driver = CountedDriver(driver)
         self.memory = CudaIpcMemory(device, self.driver)
@@ -175,17 +186,6 @@ class DeviceImporter(FileImporter):
         return np.frombuffer(
             self.driver.read(part.address, part.num_bytes), dtype=np.uint8
         )
-
-    def described(self, shared: SharedMemory) -> Sequence[Described]:
-        return shared.device_allocations
-
-    def resized(self, shared: SharedMemory, number: int, change: int) -> SharedMemory:
-        allocations = list(shared.device_allocations)
-        num_bytes = allocations[number].allocation_bytes + change
-        allocations[number] = msgspec.structs.replace(
-            allocations[number], allocation_bytes=num_bytes
-        )
-        return msgspec.structs.replace(shared, device_allocations=tuple(allocations))
 
     def mappings(self, shared: SharedMemory) -> int:
         return len({each.handle for each in shared.device_allocations})
