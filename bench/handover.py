@@ -1,5 +1,7 @@
 """Whole handovers of a Llama-70B's cache between two processes, beside a bare NIXL loop and a plain copy: a minute.
 
+Short loads too, of 256 KiB and 1 MiB, beside two wake-ups of threads: with the plain copy, what no load can go below.
+
     python -m bench.handover                  # on the CPU: prompts of 256 and 1,024 tokens; results/handover-cpu.json
     python -m bench.handover --device cuda    # 1,024, 8,192 and 32,768 tokens, 45 GB of the GPU's memory
     python -m bench.handover --device cuda --mapped    # beside them what is mapped by CUDA IPC, which is off by default
@@ -26,7 +28,7 @@ from bench.provenance import begin
 from bench.transfer import NO_LEASE, in_turn, pages_of, timed
 from bench.transfer_engines import Bench, two_processes, use_huge_pages
 from bench.transfer_loads import Loads, connected
-from bench.transfer_rivals import BareNixl, pieces_of
+from bench.transfer_rivals import BareNixl, WakeUps, pieces_of
 from bench.transfer_shapes import MIB, Scenario, Side
 
 LAYERS, HEADS, CELL_BYTES = 160, 8, 256
@@ -81,15 +83,18 @@ SHORT_PAIRS = tuple(
 SHORT_TOKENS = (16, 64)
 """256 KiB and 1 MiB."""
 SHORT_TURNS_EACH = 10
-HANDOVER, BARE, COPY = (
+HANDOVER, RESULT, BARE, COPY, WAKES = (
     "kvferry",
+    "kvferry, to the result",
     "bare NIXL, the same descriptors",
     "plain copy of as many bytes",
+    "two wake-ups",
 )
 WHAT = (
     "The cache of a prompt of a Llama-70B goes from a producer's process to a consumer's: from the order to the "
     "result, with both reads of the lease's slot, the check of the MAC, the relayout and the notification. Beside it, "
     "in turn: a bare NIXL loop with the same descriptors where bytes are read in place, and a plain copy of as many. "
+    "Beside short loads also two threads that wake each other once, as the order and the result of a load do. "
     "Of mapped engines the producer's caches lie in a shared file, which has pages of 4 KiB, or on a GPU."
 )
 
@@ -137,15 +142,18 @@ def measure(
 ) -> list[Measured]:
     """All lengths for one pair of engines."""
     scenario = scenario_of(engines, max(lengths), len(bench.target))
-    with connected(bench, scenario, 64 * engines.token_bytes) as loads:
+    with (
+        connected(bench, scenario, 64 * engines.token_bytes) as loads,
+        closing(WakeUps()) as wakes,
+    ):
         if engines.way != "in place":
             return [
-                _measure(bench, engines, loads, None, tokens, turns)
+                _measure(bench, engines, loads, wakes, None, tokens, turns)
                 for tokens in lengths
             ]
         with closing(BareNixl(bench.target, loads.peer)) as bare:
             return [
-                _measure(bench, engines, loads, bare, tokens, turns)
+                _measure(bench, engines, loads, wakes, bare, tokens, turns)
                 for tokens in lengths
             ]
 
@@ -154,6 +162,7 @@ def _measure(
     bench: Bench,
     engines: Engines,
     loads: Loads,
+    wakes: WakeUps,
     bare: BareNixl | None,
     tokens: int,
     turns: int,
@@ -161,9 +170,17 @@ def _measure(
     num_bytes = tokens * engines.token_bytes
     device = bench.target.device
     leases = bench.leases(turns + 1)
+    results_s: list[float] = []
+
+    def load() -> float:
+        seconds = loads.load([loads.order(leases.pop(), num_bytes)])
+        results_s.append(loads.result_s)
+        return seconds
+
     calls = {
-        HANDOVER: lambda: loads.load([loads.order(leases.pop(), num_bytes)]),
+        HANDOVER: load,
         COPY: lambda: timed(lambda: _copy(bench, num_bytes)),
+        WAKES: lambda: timed(wakes.there_and_back),
     }
     if bare is not None:
         pieces = pieces_of(
@@ -175,6 +192,8 @@ def _measure(
         reads, loop = bare.reads(pieces), bare
         calls[BARE] = lambda: timed(lambda: loop.read(reads))
     seconds = in_turn(turns, calls)
+    # The first turn warms up.
+    seconds[RESULT] = results_s[1:]
     ms = {name: [1e3 * one for one in samples] for name, samples in seconds.items()}
     (record,) = loads.records
     return Measured(
@@ -241,10 +260,12 @@ SHORT_COLUMNS = (
     "engines",
     "KiB",
     "turns",
-    "handover, ms",
+    "to the result, ms",
     "range, ms",
+    "handover, ms",
     "bare NIXL, ms",
     "plain copy, ms",
+    "two wake-ups, ms",
 )
 
 
@@ -277,14 +298,14 @@ def _long_row(one: Measured) -> Sequence[Cell]:
 def _short_row(one: Measured) -> Sequence[Cell]:
     others_ms = (
         statistics.median(one.ms[name]) if name in one.ms else None
-        for name in (BARE, COPY)
+        for name in (HANDOVER, BARE, COPY, WAKES)
     )
     return (
         one.engines.title,
         one.num_bytes / 1024,
-        len(one.ms[HANDOVER]),
-        statistics.median(one.ms[HANDOVER]),
-        spread(one.ms[HANDOVER]),
+        len(one.ms[RESULT]),
+        statistics.median(one.ms[RESULT]),
+        spread(one.ms[RESULT]),
         *others_ms,
     )
 

@@ -1,8 +1,10 @@
-"""Comparisons of `bench.transfer`: a bare NIXL loop with a load's descriptors, and a copy within one process."""
+"""What loads are compared with: a bare NIXL loop with their descriptors, a copy within a process, two wake-ups."""
 
 from __future__ import annotations
 
 import os
+import queue
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from kvferry.worker.peers.peer import Peer
 _DONE = bytes(120)
 """About as long as a `done`; the producer takes it for nothing of its own."""
 _FIRST_SLOT = np.zeros(1, dtype=np.int32)
+_LONG_S = 600.0
 
 Read = tuple[Any, np.ndarray, Any, np.ndarray]
 """Prepared local and remote descriptors, each with the indices that are read."""
@@ -167,6 +170,39 @@ class BareNixl:
     def _prepare(self, owner: Any, segment: Any, rows: np.ndarray) -> Any:
         self._handles.append(self._agent.prepXferDlist(owner, segment, rows))
         return self._handles[-1]
+
+
+class WakeUps:
+    """A thread that answers, with the queue and the lock that a load has: what waking two threads in turn takes.
+
+    No load is faster: its order wakes the transfer thread, and its result the thread that waits.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._answered = threading.Lock()
+        self._answered.acquire()
+        self._thread = threading.Thread(target=self._run, name="answering", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        # With a time limit, as the transfer thread waits for orders.
+        while self._inbox.get(timeout=_LONG_S):
+            self._answered.release()
+
+    def there_and_back(self) -> None:
+        """Wake the thread, and be woken by it.
+
+        Raises:
+            TimeoutError: it has ended.
+        """
+        self._inbox.put(True)
+        if not self._answered.acquire(timeout=_LONG_S):
+            raise TimeoutError("the other thread does not answer")
+
+    def close(self) -> None:
+        self._inbox.put(False)
+        self._thread.join()
 
 
 def _slots(address: int, count: int) -> np.ndarray:
