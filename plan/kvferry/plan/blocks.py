@@ -89,17 +89,13 @@ def pair_request(
         InvalidParams: the ids do not cover what is needed, or leave a cache.
     """
     pairs: dict[TokenMap, UnitPairs] = {}
-    for route in plan.routes:
-        for bundle in route.bundles:
-            tokens = bundle.tokens
-            if tokens in pairs:
-                continue
-            local_group = local_groups[tokens.group]
-            if wanted(local_group):
-                remote_group = remote_groups[tokens.group]
-                pairs[tokens] = pair_units(tokens, local_group, remote_group, request)
-            else:
-                pairs[tokens] = _NO_PAIRS
+    for tokens in plan.token_maps:
+        local_group = local_groups[tokens.group]
+        if wanted(local_group):
+            remote_group = remote_groups[tokens.group]
+            pairs[tokens] = pair_units(tokens, local_group, remote_group, request)
+        else:
+            pairs[tokens] = _NO_PAIRS
     return pairs
 
 
@@ -133,37 +129,46 @@ def pair_units(
     if len(local_index) and local_index[-1] >= len(local_ids):
         expected = f"no more than {len(local_ids)} local blocks of {local_group.block_tokens} tokens"
         raise InvalidParams(field, f"tokens up to {request.stop_token}", expected)
-    # Null blocks stand where the consumer's own window does not reach.
-    is_held = local_ids[local_index] != NULL_BLOCK
-    local_slots = local_slots[is_held]
-    local_index = local_index[is_held]
-    local_inside = local_inside[is_held]
-    remote_slots = remote_slots[is_held]
+    local_blocks = local_ids[local_index]
+    # Most requests hold all of their blocks: then nothing is left out, and nothing copied. Small arrays cost by the
+    # call, and these were a seventh of a short load.
+    if NULL_BLOCK in local_blocks:
+        # Null blocks stand where the consumer's own window does not reach.
+        is_held = local_blocks != NULL_BLOCK
+        local_slots = local_slots[is_held]
+        local_inside = local_inside[is_held]
+        local_blocks = local_blocks[is_held]
+        remote_slots = remote_slots[is_held]
 
     remote_span = remote_group.block_tokens * tokens.remote.share.ranks
     all_remote_blocks = -(-request.num_tokens // remote_span)
     if len(remote_ids) > all_remote_blocks:
         expected = f"at most {all_remote_blocks} blocks for {request.num_tokens} tokens"
         raise InvalidParams(field, f"{len(remote_ids)} blocks", expected)
-    # The remote ids are the last blocks of the sequence.
     remote_index, remote_inside = np.divmod(remote_slots, remote_group.block_tokens)
-    remote_index -= all_remote_blocks - len(remote_ids)
-    is_present = remote_index >= 0
-    is_present[is_present] = remote_ids[remote_index[is_present]] != NULL_BLOCK
-    if not is_present.all():
+    # The remote ids are the last blocks of the sequence. One null block stands for all before them, whose number a
+    # client can choose.
+    missing = all_remote_blocks - len(remote_ids)
+    if missing:
+        remote_index = np.maximum(remote_index - (missing - 1), 0)
+        remote_ids = np.concatenate([[NULL_BLOCK], remote_ids])
+    remote_blocks = remote_ids[remote_index]
+    if NULL_BLOCK in remote_blocks:
+        is_present = remote_blocks != NULL_BLOCK
         absent = local_slots[~is_present]
-        _check_left_out(field, tokens, local_group, absent, request, len(remote_ids))
+        reported = len(request.remote[index])
+        _check_left_out(field, tokens, local_group, absent, request, reported)
         local_slots = local_slots[is_present]
-        local_index = local_index[is_present]
         local_inside = local_inside[is_present]
-        remote_index = remote_index[is_present]
+        local_blocks = local_blocks[is_present]
         remote_inside = remote_inside[is_present]
+        remote_blocks = remote_blocks[is_present]
 
     local_block, local_position = _kernel_units(
-        tokens, tokens.local, local_group, local_ids[local_index], local_inside
+        tokens, tokens.local, local_group, local_blocks, local_inside
     )
     remote_block, remote_position = _kernel_units(
-        tokens, tokens.remote, remote_group, remote_ids[remote_index], remote_inside
+        tokens, tokens.remote, remote_group, remote_blocks, remote_inside
     )
     _check_bounds(field, tokens.remote, remote_group, remote_block)
     _check_bounds(f"local_blocks[{index}]", tokens.local, local_group, local_block)
@@ -209,6 +214,8 @@ def _kernel_units(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Kernel blocks and positions of units that are `inside` slots into the scheduler blocks `ids`."""
     kernel_blocks = group.block_tokens // side.block_tokens
+    if kernel_blocks == 1:
+        return ids, inside // tokens.unit_tokens
     kernel_block, rest = np.divmod(inside, side.block_tokens)
     return ids * kernel_blocks + kernel_block, rest // tokens.unit_tokens
 
@@ -273,11 +280,12 @@ def _check_bounds(
     """Check kernel blocks, which clients can name; the error names scheduler blocks, as the ids do."""
     if not len(blocks):
         return
-    largest = int(blocks.max())
-    if int(blocks.min()) < 0 or largest >= side.blocks:
+    # As unsigned numbers: a negative one is larger than any block.
+    largest = int(np.maximum.reduce(blocks.view(np.uint64)))
+    if largest >= side.blocks:
         kernel_blocks = group.block_tokens // side.block_tokens
         raise InvalidParams(
             field,
-            largest // kernel_blocks,
+            int(blocks.max()) // kernel_blocks,
             f"block ids up to {side.blocks // kernel_blocks - 1}",
         )

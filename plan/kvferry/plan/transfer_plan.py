@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvferry.plan.engine_shape import EngineShape
 from kvferry.plan.refusals import PlanRefused, Reason
@@ -185,6 +185,7 @@ class TransferPlan:
         worker: the consumer worker's index in its engine.
         routes: one per producer worker to be read from or notified.
         shapes: sizes of the consumer and of the producer, for the log.
+        token_maps: of all bundles, each once, in their order.
     """
 
     producer: str
@@ -192,6 +193,14 @@ class TransferPlan:
     worker: int
     routes: tuple[Route, ...]
     shapes: tuple[EngineShape, EngineShape]
+    token_maps: tuple[TokenMap, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Once, not in every load: a map's hash is made of three objects, and a plan may have hundreds of bundles.
+        token_maps = dict.fromkeys(
+            bundle.tokens for route in self.routes for bundle in route.bundles
+        )
+        object.__setattr__(self, "token_maps", tuple(token_maps))
 
     def with_mapped(self, workers: Collection[int]) -> TransferPlan:
         """The plan where the memory of these producer workers is mapped.
