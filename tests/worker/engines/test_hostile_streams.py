@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,10 @@ from kvferry.protocol.ids import (
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.stream_rows import header_word
 from kvferry.worker.fabric.entries import EntryRead
-from kvferry.worker.fabric.reads import Reads
 from kvferry.worker.loads import state as load_state
+from kvferry.worker.loads.fence import LeaseReads
+from kvferry.worker.loads.slot_watch import SlotWords
+from kvferry.worker.peers.peer import PreparedRows
 from tests.harness.exported import rows_of, slots_of
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
@@ -101,13 +104,15 @@ def test_a_producer_that_names_new_epochs_for_ever_does_not_keep_the_transfer_th
     row = stream.prefill.params.kvferry.stream_row
     slots = slots_of(stream.producer.worker)
     header, word = rows.headers[row].copy(), int(slots.words[slot])
-    post = EntryRead.post
+    read_headers = LeaseReads.headers
 
-    def named_anew(read: EntryRead, reads: Reads) -> None:
+    def named_anew(
+        reads: LeaseReads, peer_rows: Sequence[PreparedRows], number: int
+    ) -> Generator[None, None, SlotWords]:
         rows.headers[row, 1] = header_word(new_epoch())
-        post(read, reads)
+        return (yield from read_headers(reads, peer_rows, number))
 
-    monkeypatch.setattr(EntryRead, "post", named_anew)
+    monkeypatch.setattr(LeaseReads, "headers", named_anew)
     stream.consumer.set_timeouts(load_s=0.3)
     slots.words[slot] = slot_word(new_epoch(), SlotState.READY)
     assert stream.over() is FailureReason.DEADLINE

@@ -61,7 +61,7 @@ def test_long_loads_are_copied_launch_by_launch(
     monkeypatch.setattr(mapped_route, "LAUNCH_BYTES", 1)
     producer, consumer = pair(rig)
     rig.transfer(producer, consumer, tokens=13)
-    (route,) = next(thread_of(consumer.worker).registry.peers()).mapped_routes()
+    (route,) = next(thread_of(consumer.worker).registry.peers()).mapped_routes
     assert route.relayout.launches == 4, "one for each unit"
 
 

@@ -559,10 +559,11 @@ class TransferThread:
         over += [self._table.hold(hold, None) for hold in orders.completions]
         self._incomplete += orders.completions
         over += [self._table.end(end) for end in orders.ends]
-        with self.results as results:
-            results.sent.update(
-                request_id for request_id in over if request_id is not None
-            )
+        ended = {request_id for request_id in over if request_id is not None}
+        # The box is left alone without news: its lock is the step thread's too.
+        if ended:
+            with self.results as results:
+                results.sent |= ended
 
     def _complete(self, mark: DeviceMark) -> None:
         incomplete = self._incomplete

@@ -25,6 +25,7 @@ from kvferry.worker.fabric.entries import (
     RemoteEntries,
     SlotReads,
     entries_needed,
+    mapped_words,
 )
 from kvferry.worker.fabric.errors import PeerLost
 from kvferry.worker.fabric.reads import Reads
@@ -146,8 +147,9 @@ class LeaseReads:
         self, sources: Sequence[RemoteEntries], index: int
     ) -> Generator[None, None, SlotWords]:
         """Read the same entry of each of these, and return its two words."""
-        if not sources:
-            return ()
+        words = mapped_words(sources, index)
+        if words is not None:
+            return words
         if not self.entries:
             needed = entries_needed(sources, 1)
             self.entries = yield from self._take(self._slot_reads, needed)
@@ -222,12 +224,11 @@ class LeaseFence:
             LoadFailed: the lease has ended.
             FabricError: the slot cannot be read.
         """
-        ready = self._word(SlotState.READY)
-        computing = self._word(SlotState.COMPUTING)
         may_be_unopened = True
         words = yield from self.read_slot(peer)
         while not self.is_ready(words):
-            is_open = all(state in (ready, computing) for state, _ in words)
+            computing = slot_word(self.epoch, SlotState.COMPUTING)
+            is_open = all(state in (self._ready, computing) for state, _ in words)
             if is_open:
                 # It was open: from now on any other word says that the lease has ended.
                 may_be_unopened = False
@@ -254,7 +255,7 @@ class LeaseFence:
 
     def is_ready(self, words: SlotWords) -> bool:
         """Whether every producer worker says READY under the epoch of this load."""
-        ready = self._word(SlotState.READY)
+        ready = self._ready
         return all(state == ready for state, _ in words)
 
     def read_slot(self, peer: Peer) -> Generator[None, None, SlotWords]:
@@ -295,5 +296,6 @@ class LeaseFence:
             self._progress.changes += 1
         return wait.words
 
-    def _word(self, state: SlotState) -> int:
-        return slot_word(self.epoch, state)
+    @property
+    def _ready(self) -> int:
+        return slot_word(self.epoch, SlotState.READY)

@@ -185,15 +185,17 @@ class DataReads:
             FabricError: a read failed; it and the others stay in `reads` until they are settled.
         """
         self._end_stage(Stage.FENCE, Stage.POSTING)
+        self._progress.turn = peer.data_reads.enter()
         # The peer's queue is left however the load ends: closing its steps raises GeneratorExit here.
-        with peer.data_reads.queued() as turn:
-            self._progress.turn = turn
+        try:
             # Direct reads are posted first, and are under way while the staged ones go wave by wave.
             transfers = self._post(peer, units)
             self._end_stage(Stage.POSTING, Stage.READING)
-            yield from self._mapped.steps(peer.mapped_routes(), units)
+            yield from self._mapped.steps(peer.mapped_routes, units)
             yield from self._read_staged(peer, units)
             yield from self._finish(transfers)
+        finally:
+            peer.data_reads.leave()
 
     def _end_stage(self, stage: Stage, following: Stage) -> None:
         """Go on from one stage to the following one. The second part of a streamed prompt finds the load in READING,

@@ -236,16 +236,17 @@ class ResultBox:
 
     def __exit__(self, *exc: object) -> None:
         # Also where the block has raised: what it had added is kept, and the lock must not be.
-        try:
-            num_loads = self._num_loads()
-            # Once for each: other results came after a load in every other case, and to tell the scheduler takes a
-            # tenth of the time that this thread needs for a load.
-            if num_loads > self._notified_loads:
-                self._notified_loads = num_loads
-                self._load_ended.notify_all()
-                self.notify()
-        finally:
-            self._lock.release()
+        num_loads = self._num_loads()
+        # Once for each: other results came after a load in every other case, and to tell the scheduler takes a
+        # tenth of the time that this thread needs for a load.
+        has_ended = num_loads > self._notified_loads
+        if has_ended:
+            self._notified_loads = num_loads
+            self._load_ended.notify_all()
+        self._lock.release()
+        # Without the lock: a step that waits for the load has its result before the scheduler is told.
+        if has_ended:
+            self.notify()
 
     def wait_for_load(self, timeout_s: float) -> None:
         """Wait until a load has ended, well or badly, but no longer than `timeout_s`."""

@@ -131,7 +131,7 @@ class FirstReads:
         except Exception:
             self._on_end(key)
             raise
-        proofs = sum(len(route.mapping.files) for route in peer.mapped_routes())
+        proofs = sum(len(route.mapping.files) for route in peer.mapped_routes)
         entries = self._slot_reads.try_take(len(peer.routes) + proofs, str(key))
         if entries is None:
             disconnect(self.reader, peer)
@@ -154,7 +154,7 @@ class FirstReads:
             for entry, route in zip(entries, peer.routes, strict=False):
                 self._post(first_read, [entry], route.slots.descriptors, slot)
             next_proof = len(peer.routes)
-            for mapped in peer.mapped_routes():
+            for mapped in peer.mapped_routes:
                 numbers = np.arange(len(mapped.mapping.files), dtype=np.int32)
                 into = entries[next_proof : next_proof + len(numbers)]
                 self._post(first_read, into, mapped.proofs, numbers)
@@ -167,6 +167,8 @@ class FirstReads:
     def step(self, now_s: float) -> list[tuple[FirstRead, Exception | None]]:
         """Those that have ended, each with its error, or None for a peer that is connected."""
         ended: list[tuple[FirstRead, Exception | None]] = []
+        if not self._under_way and not self._given_up:
+            return ended
         # Time awake: a pause of this process is not the peer's fault.
         awake_s = self._clock.wind(now_s)
         for first_read in list(self._under_way.values()):
@@ -229,7 +231,7 @@ class FirstReads:
             return False
         peer = first_read.peer
         next_proof = len(peer.routes)
-        for mapped in peer.mapped_routes():
+        for mapped in peer.mapped_routes:
             expected = mapped.mapping.proofs()
             entries = first_read.entries[next_proof : next_proof + len(expected)]
             if not np.array_equal(self._slot_reads.memory[list(entries)], expected):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvferry.plan.blocks import UnitPairs
 from kvferry.plan.runs import Bundle
@@ -49,6 +48,34 @@ class Mapper:
     relayout_from: Callable[[Sequence[Allocation]], BoundedRelayout]
 
 
+@dataclass(frozen=True, slots=True)
+class _UnitKind:
+    """The units of a request whose tokens are mapped alike.
+
+    Attributes:
+        num_bytes: of one unit, in all shapes that it is copied by.
+        shapes: for each shape whether it is one of these.
+    """
+
+    tokens: TokenMap
+    num_bytes: int
+    shapes: tuple[bool, ...]
+
+    @classmethod
+    def of_bundles(cls, bundles: Sequence[Bundle]) -> tuple[_UnitKind, ...]:
+        """All of a route, whose bundles are one shape each."""
+        return tuple(
+            cls(
+                tokens=tokens,
+                num_bytes=sum(
+                    bundle.unit_bytes for bundle in bundles if bundle.tokens == tokens
+                ),
+                shapes=tuple(bundle.tokens == tokens for bundle in bundles),
+            )
+            for tokens in dict.fromkeys(bundle.tokens for bundle in bundles)
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedRoute:
     """See the module.
@@ -57,15 +84,15 @@ class MappedRoute:
         mapping: keeps the memory.
         proofs: descriptor `i` is the proof of allocation `i`, in the producer's memory.
         relayout: from the mapped memory into the caches; keeps that memory too.
-        pieces: everything that is copied; `tokens` and `unit_bytes` are those of their shapes.
+        pieces: everything that is copied.
+        units: of which kinds a request may have units.
     """
 
     mapping: WorkerMapping
     proofs: RemoteDescriptors
     relayout: BoundedRelayout
     pieces: Pieces
-    tokens: tuple[TokenMap, ...]
-    unit_bytes: tuple[int, ...]
+    units: tuple[_UnitKind, ...]
 
     @classmethod
     def from_plan(
@@ -108,43 +135,32 @@ class MappedRoute:
             proofs=proofs,
             relayout=relayout,
             pieces=pieces,
-            tokens=tuple(bundle.tokens for bundle in route.bundles),
-            unit_bytes=tuple(bundle.unit_bytes for bundle in route.bundles),
+            units=_UnitKind.of_bundles(route.bundles),
         )
 
     def tables(
         self, units: Mapping[TokenMap, UnitPairs]
     ) -> Iterator[tuple[WaveTable, int]]:
         """The copies of a request, launch by launch, each with its bytes on the producer."""
-        for tokens in dict.fromkeys(self.tokens):
-            pairs = units.get(tokens)
+        for kind in self.units:
+            pairs = units.get(kind.tokens)
             if pairs is None or not len(pairs):
                 continue
-            columns = (
-                pairs.remote_block,
-                pairs.remote_position,
-                pairs.local_block,
-                pairs.local_position,
-            )
-            rows: NDArray[np.int32] = np.stack(columns, axis=1).astype(np.int32)
-            unit_bytes = sum(
-                num_bytes
-                for of_shape, num_bytes in zip(
-                    self.tokens, self.unit_bytes, strict=True
-                )
-                if of_shape == tokens
-            )
+            rows = np.empty((len(pairs), 4), dtype=np.int32)
+            rows[:, 0] = pairs.remote_block
+            rows[:, 1] = pairs.remote_position
+            rows[:, 2] = pairs.local_block
+            rows[:, 3] = pairs.local_position
             most_units = self.relayout.most_units(self.pieces)
-            at_once = max(1, min(most_units, LAUNCH_BYTES // unit_bytes))
+            at_once = max(1, min(most_units, LAUNCH_BYTES // kind.num_bytes))
             for first in range(0, len(rows), at_once):
                 launched = rows[first : first + at_once]
                 ranges = tuple(
-                    (0, len(launched)) if of_shape == tokens else (0, 0)
-                    for of_shape in self.tokens
+                    (0, len(launched)) if is_own else (0, 0) for is_own in kind.shapes
                 )
                 yield (
                     WaveTable(self.pieces, ranges, launched),
-                    len(launched) * unit_bytes,
+                    len(launched) * kind.num_bytes,
                 )
 
 

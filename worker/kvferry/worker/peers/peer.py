@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -130,16 +129,16 @@ class ReadQueue:
         """What `ended` will be at least when all that is under way now has ended."""
         return self.ended + self.under_way
 
-    @contextlib.contextmanager
-    def queued(self) -> Iterator[int]:
-        """Read data. Yields the turn: what `ended` is when those before have ended."""
+    def enter(self) -> int:
+        """A load begins to read data. Returns its turn: what `ended` is when those before it have ended."""
         turn = self.turn
         self.under_way += 1
-        try:
-            yield turn
-        finally:
-            self.under_way -= 1
-            self.ended += 1
+        return turn
+
+    def leave(self) -> None:
+        """A load has ended to read data, well or badly."""
+        self.under_way -= 1
+        self.ended += 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,6 +150,7 @@ class Peer:
         why_not_mapped: why a worker's memory is not mapped; None if all of it is.
         why_slow: why reads from a worker on this host are slow, and what helps; None if they need not be.
         data_reads: of all loads from it.
+        mapped_routes: the producer workers whose memory is mapped.
     """
 
     key: PeerKey
@@ -161,18 +161,20 @@ class Peer:
     why_not_mapped: str | None = None
     why_slow: str | None = None
     data_reads: ReadQueue = field(default_factory=ReadQueue)
+    mapped_routes: tuple[MappedRoute, ...] = field(init=False)
 
-    def mapped_routes(self) -> Iterator[MappedRoute]:
-        """The producer workers whose memory is mapped."""
-        return (route.mapped for route in self.routes if route.mapped is not None)
+    def __post_init__(self) -> None:
+        mapped = (route.mapped for route in self.routes)
+        mapped_routes = tuple(each for each in mapped if each is not None)
+        object.__setattr__(self, "mapped_routes", mapped_routes)
 
     def has_exited(self) -> bool:
         """Whether the process of a mapped worker has ended. Of the others NIXL tells, at the next read."""
-        return any(route.mapping.has_exited() for route in self.mapped_routes())
+        return any(route.mapping.has_exited() for route in self.mapped_routes)
 
     def may_be_freed(self) -> bool:
         """Whether the memory of a mapped worker may be another's by now. See `OpenedMemory`."""
-        return any(route.mapping.may_be_freed() for route in self.mapped_routes())
+        return any(route.mapping.may_be_freed() for route in self.mapped_routes)
 
 
 def connect(
@@ -220,7 +222,7 @@ def disconnect(reader: FabricReader, peer: Peer) -> None:
     What is mapped is unmapped with the last load that reads through it.
     """
     _give_back(reader, peer.made)
-    for route in peer.mapped_routes():
+    for route in peer.mapped_routes:
         route.mapping.close()
 
 

@@ -101,11 +101,14 @@ class Memory:
             if allocation.device.type == "cpu":
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
                 host_bytes[address] = whole.numpy()
-        self._host_bytes = host_bytes
         # Without memory there is one empty allocation, so that a search has an answer.
-        self._starts = np.array(sorted(sizes) or [0], dtype=np.int64)
+        if not sizes:
+            sizes[0] = 0
+            host_bytes[0] = np.empty(0, dtype=np.uint8)
+        self._host_bytes = host_bytes
+        self._starts = np.array(sorted(sizes), dtype=np.int64)
         all_bytes = [sizes[address] for address in sorted(sizes)]
-        self._stops = self._starts + np.array(all_bytes or [0], dtype=np.int64)
+        self._stops = self._starts + np.array(all_bytes, dtype=np.int64)
 
     def allocations_of(self, address: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each address the index of its allocation, or of a neighbour where it lies in none."""
@@ -145,11 +148,13 @@ class Bounds:
         Raises:
             InvalidTable: a unit of a shape reaches out of the allocation of one of its pieces.
         """
-        # Without shifts the wave has no pieces.
-        if not len(table.shifts):
-            return
-        nearest = int(table.shifts.min())
-        farthest = int(table.shifts.max())
+        nearest = farthest = 0
+        if table.shifts is not None:
+            # Without a shift the wave has no pieces.
+            if not len(table.shifts):
+                return
+            nearest = int(table.shifts.min())
+            farthest = int(table.shifts.max())
         for number, reach in enumerate(table.reaches()):
             if reach is None:
                 continue

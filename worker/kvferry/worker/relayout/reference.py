@@ -7,9 +7,10 @@ converted by torch's casts, those of one or two bytes with a lookup table.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,12 +65,10 @@ class ReferenceRelayout:
     def __init__(
         self, sources: Iterable[Allocation], destinations: Iterable[Allocation]
     ) -> None:
-        self._sources = Memory(sources)
-        self._destinations = Memory(destinations)
         # A function of the module, not a method: a relayout that refers to itself is not freed with its last user, and
         # mapped memory of a peer stays mapped as long.
-        self._bounds = OncePerPieces(
-            partial(_bounds_between, self._sources, self._destinations)
+        self._prepared = OncePerPieces(
+            partial(_HostPieces.prepare, Memory(sources), Memory(destinations))
         )
         self.launches = 0
 
@@ -83,114 +82,166 @@ class ReferenceRelayout:
 
     def try_start(self, table: WaveTable) -> DeviceMark:
         """Put a wave in place. See `Relayout.try_start`; it is done when this returns."""
-        self._bounds(table.pieces).check(table)
-        rows = table.rows
-        # By the addresses of the pieces before their shifts: a shifted piece may begin outside of
-        # its allocation, although its units are inside.
-        sources = self._sources.allocations_of(
-            table.pieces.rows[table.selected, SOURCE]
-        )
-        destinations = self._destinations.allocations_of(rows[:, DESTINATION])
-        has_units = False
+        prepared = self._prepared(table.pieces)
+        prepared.bounds.check(table)
+        offsets: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         for row, source, destination in zip(
-            rows.tolist(), sources.tolist(), destinations.tolist(), strict=True
+            table.rows.tolist(),
+            prepared.sources[table.selected],
+            prepared.destinations[table.selected],
+            strict=True,
         ):
-            shape = table.pieces.shapes[row[SHAPE]]
-            first_unit, stop_unit = table.ranges[row[SHAPE]]
+            number = row[SHAPE]
+            shape = table.pieces.shapes[number]
+            first_unit, stop_unit = table.ranges[number]
             if first_unit == stop_unit:
                 continue
-            has_units = True
-            units = table.units[first_unit:stop_unit].astype(np.int64)
-            source_starts = row[SOURCE] + units[:, :2] @ np.array(
-                shape.source_unit_stride
-            )
-            destination_starts = row[DESTINATION] + units[:, 2:] @ np.array(
-                shape.destination_unit_stride
-            )
-            read, read_index = _elements(shape, 0, self._sources, source, source_starts)
-            written, written_index = _elements(
-                shape, 1, self._destinations, destination, destination_starts
-            )
-            # Bytes are copied by numpy, on one thread: the engine computes on all cores.
-            if shape.conversion is None:
-                _copy(written, written_index, read, read_index)
-            else:
-                first_scale = row[SCALE]
-                scales = table.pieces.scales[
-                    first_scale : first_scale + shape.scale_rows
-                ]
-                written[written_index] = _convert(
-                    read[read_index], shape, shape.conversion, scales
+            if number not in offsets:
+                units = table.units[first_unit:stop_unit].astype(np.int64)
+                offsets[number] = (
+                    units[:, :2] @ shape.source_unit_stride,
+                    units[:, 2:] @ shape.destination_unit_stride,
                 )
-        if has_units:
+            to_read, to_written = offsets[number]
+            read = _PieceUnits(prepared.read[number], source, row[SOURCE] + to_read)
+            written = _PieceUnits(
+                prepared.written[number], destination, row[DESTINATION] + to_written
+            )
+            if shape.conversion is None:
+                _copy(written, read)
+                continue
+            first_scale = row[SCALE]
+            scales = table.pieces.scales[first_scale : first_scale + shape.scale_rows]
+            codes, read_index = read.together()
+            converted, written_index = written.together()
+            converted[written_index] = _convert(
+                codes[read_index], shape, shape.conversion, scales
+            )
+        if offsets:
             self.launches += 1
         return HOST.mark()
 
 
-def _bounds_between(sources: Memory, destinations: Memory, pieces: Pieces) -> Bounds:
-    return Bounds(pieces, sources, destinations)
+class _Allocation(NamedTuple):
+    """Host memory that a piece lies in: uint8 `[bytes]`, and the address of its first byte."""
+
+    memory: NDArray[np.uint8]
+    address: int
 
 
-def _elements(
-    shape: Shape, side: int, memory: Memory, allocation: int, starts: NDArray[np.int64]
-) -> tuple[NDArray[Any], NDArray[np.int64] | slice]:
-    """The units of a piece in one allocation, as an array of runs, or of elements where there is a conversion.
+class _Elements(NamedTuple):
+    """One side of a shape's units, as an array of runs, or of elements where there is a conversion.
 
-    Args:
-        side: 0 for the source, 1 for the destination.
-        starts: address of each unit.
-
-    Returns:
-        `[units, *axes]` or `[units, *axes, run]`, and the index of all units. Units that are not equally far apart are
-        at some of the first axis's places: the index names them.
+    Attributes:
+        counts: of a unit: `[*axes]` or `[*axes, run]`.
+        strides: bytes, likewise.
     """
-    counts = [axis.steps for axis in shape.axes]
-    strides = [
-        (axis.source_stride, axis.destination_stride)[side] for axis in shape.axes
-    ]
-    if shape.conversion is None and shape.run >= _LONG_RUN_BYTES:
+
+    dtype: np.dtype[Any]
+    counts: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of_shape(cls, shape: Shape, side: int) -> _Elements:
+        """Args:
+        side: 0 for the source, 1 for the destination.
+        """
+        counts = [axis.steps for axis in shape.axes]
+        strides = [
+            (axis.source_stride, axis.destination_stride)[side] for axis in shape.axes
+        ]
+        if shape.conversion is None and shape.run < _LONG_RUN_BYTES:
+            # A run is one element of an opaque type: numpy moves it with one copy.
+            return cls(np.dtype(f"V{shape.run}"), tuple(counts), tuple(strides))
         dtype = np.dtype(np.uint8)
-        counts.append(shape.run)
-        strides.append(1)
-    elif shape.conversion is None:
-        # A run is one element of an opaque type: numpy moves it with one copy.
-        dtype = np.dtype(f"V{shape.run}")
-    else:
-        dtype = np.dtype(f"u{shape.element_bytes[side]}")
-        counts.append(shape.run)
-        strides.append(dtype.itemsize)
-    start = int(starts.min())
-    count, step, index = _regular_places(starts - start)
-    elements: NDArray[Any] = np.ndarray(
-        (count, *counts),
-        dtype=dtype,
-        buffer=memory.bytes_of(allocation),
-        offset=start - memory.start_of(allocation),
-        strides=(step, *strides),
-    )
-    return elements, index
+        if shape.conversion is not None:
+            dtype = np.dtype(f"u{shape.element_bytes[side]}")
+        return cls(dtype, (*counts, shape.run), (*strides, dtype.itemsize))
+
+    @property
+    def unit_bytes(self) -> int:
+        return math.prod(self.counts) * self.dtype.itemsize
 
 
-def _copy(
-    written: NDArray[Any],
-    written_index: NDArray[np.int64] | slice,
-    read: NDArray[Any],
-    read_index: NDArray[np.int64] | slice,
-) -> None:
-    """Copy the units at these places of one array to those of the other."""
-    has_index = isinstance(written_index, np.ndarray) or isinstance(
-        read_index, np.ndarray
-    )
-    unit_bytes = math.prod(read.shape[1:]) * read.itemsize
-    if not has_index or unit_bytes < _LONG_UNIT_BYTES:
-        written[written_index] = read[read_index]
+@dataclass(frozen=True, slots=True, eq=False)
+class _HostPieces:
+    """What is derived from pieces once.
+
+    Attributes:
+        sources, destinations: by piece.
+        read, written: by shape.
+    """
+
+    bounds: Bounds
+    sources: list[_Allocation]
+    destinations: list[_Allocation]
+    read: list[_Elements]
+    written: list[_Elements]
+
+    @classmethod
+    def prepare(
+        cls, sources: Memory, destinations: Memory, pieces: Pieces
+    ) -> _HostPieces:
+        return cls(
+            bounds=Bounds(pieces, sources, destinations),
+            sources=_allocations(sources, pieces, SOURCE),
+            destinations=_allocations(destinations, pieces, DESTINATION),
+            read=[_Elements.of_shape(shape, 0) for shape in pieces.shapes],
+            written=[_Elements.of_shape(shape, 1) for shape in pieces.shapes],
+        )
+
+
+def _allocations(memory: Memory, pieces: Pieces, side: int) -> list[_Allocation]:
+    # By the addresses of the pieces before their shifts: a shifted piece may begin outside of its allocation, although
+    # its units are inside.
+    indices = memory.allocations_of(pieces.rows[:, side]).tolist()
+    return [
+        _Allocation(memory.bytes_of(index), memory.start_of(index)) for index in indices
+    ]
+
+
+class _PieceUnits(NamedTuple):
+    """The units of a piece on one side.
+
+    Attributes:
+        starts: address of each, int64 `[units]`.
+    """
+
+    elements: _Elements
+    allocation: _Allocation
+    starts: NDArray[np.int64]
+
+    def one_by_one(self) -> Iterator[NDArray[Any]]:
+        """Each unit as an array of elements."""
+        memory, address = self.allocation
+        dtype, counts, strides = self.elements
+        for start in self.starts.tolist():
+            yield np.ndarray(counts, dtype, memory, start - address, strides)
+
+    def together(self) -> tuple[NDArray[Any], NDArray[np.int64] | slice]:
+        """An array `[units, *elements]`, and the index of all units in it. Units that are not equally far apart are at
+        some of the first axis's places: the index names them."""
+        memory, address = self.allocation
+        dtype, counts, strides = self.elements
+        start = int(self.starts.min())
+        count, step, index = _regular_places(self.starts - start)
+        array: NDArray[Any] = np.ndarray(
+            (count, *counts), dtype, memory, start - address, (step, *strides)
+        )
+        return array, index
+
+
+def _copy(written: _PieceUnits, read: _PieceUnits) -> None:
+    """Copy units. By numpy, on one thread: the engine computes on all cores."""
+    # All units together need an index where they are not equally far apart, and with one numpy gathers them into memory
+    # of its own first. For long ones that is a second copy, which leaves the processor's cache between the two.
+    if read.elements.unit_bytes < _LONG_UNIT_BYTES:
+        to_units, to_index = written.together()
+        from_units, from_index = read.together()
+        to_units[to_index] = from_units[from_index]
         return
-    # With an index numpy gathers all units into memory of its own first. For long ones that is a second copy, which
-    # leaves the processor's cache between the two.
-    to_units = np.arange(len(written))[written_index].tolist()
-    from_units = np.arange(len(read))[read_index].tolist()
-    for to_unit, from_unit in zip(to_units, from_units, strict=True):
-        written[to_unit] = read[from_unit]
+    for to_unit, from_unit in zip(written.one_by_one(), read.one_by_one(), strict=True):
+        to_unit[...] = from_unit
 
 
 def _regular_places(

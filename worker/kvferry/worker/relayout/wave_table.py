@@ -45,6 +45,9 @@ NO_SCALES: NDArray[np.float32] = np.ones((1, 2), dtype=np.float32)
 """A table of scales for pieces whose scales are 1, in row 0."""
 
 
+_EVERY_PIECE = slice(None)
+
+
 class InvalidTable(LocalProtocolError):
     """A wave's table contradicts itself or leaves the memory that it may touch."""
 
@@ -105,7 +108,8 @@ class WaveTable:
 
     Attributes:
         ranges: the units `[first, stop)` of each shape.
-        shifts: source blocks by which each of the wave's pieces is shifted; int64, one number or one for each.
+        shifts: source blocks by which each of the wave's pieces is shifted; int64, one number or one for each. None
+            shifts none.
         selected: the pieces of the wave.
 
     Raises:
@@ -115,10 +119,8 @@ class WaveTable:
     pieces: Pieces
     ranges: tuple[tuple[int, int], ...]
     units: NDArray[np.int32]
-    shifts: NDArray[np.int64] = field(
-        default_factory=lambda: np.zeros(1, dtype=np.int64)
-    )
-    selected: slice = field(default_factory=lambda: slice(None))
+    shifts: NDArray[np.int64] | None = None
+    selected: slice = field(default_factory=lambda: _EVERY_PIECE)
 
     def __post_init__(self) -> None:
         _check_array("units", self.units, 4, np.int32)
@@ -131,7 +133,7 @@ class WaveTable:
                 raise InvalidTable(
                     f"units of shape {number} are [{first}, {stop}); expected some of {len(self.units)}"
                 )
-        if len(self.units) and self.units.min() < 0:
+        if len(self.units) and np.minimum.reduce(self.units, axis=None) < 0:
             raise InvalidTable("a unit's block or position is negative")
 
     @classmethod
@@ -162,9 +164,12 @@ class WaveTable:
     @property
     def rows(self) -> NDArray[np.int64]:
         """The rows of the wave's pieces, with its shifts applied."""
-        rows = self.pieces.rows[self.selected].copy()
-        rows[:, SOURCE] += self.shifts * self.pieces.source_strides[self.selected]
-        return rows
+        rows = self.pieces.rows[self.selected]
+        if self.shifts is None:
+            return rows
+        shifted = rows.copy()
+        shifted[:, SOURCE] += self.shifts * self.pieces.source_strides[self.selected]
+        return shifted
 
     def reaches(self) -> list[tuple[Span, Span] | None]:
         """Where the units of each shape begin; None for a shape without units.
@@ -174,14 +179,14 @@ class WaveTable:
             destination, as if all blocks had all positions.
         """
         # Shapes of one source share a range, and minima over many units are the cost here: once for
-        # each range.
+        # each range. Of few units the calls are, and the arrays' own `min` takes twice as long as the reduction.
         corners: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         for first, stop in dict.fromkeys(self.ranges):
             own = self.units[first:stop]
             if len(own):
                 corners[first, stop] = (
-                    own.min(axis=0).tolist(),
-                    own.max(axis=0).tolist(),
+                    np.minimum.reduce(own).tolist(),
+                    np.maximum.reduce(own).tolist(),
                 )
         reaches: list[tuple[Span, Span] | None] = []
         for shape, units in zip(self.pieces.shapes, self.ranges, strict=True):
