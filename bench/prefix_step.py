@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import zmq
@@ -32,7 +33,7 @@ QUESTIONS = 200
 _QUICK_QUESTIONS = 12
 _WARM_UP = 3
 LIMIT_US = 300.0
-"""Of the step thread, at the 99th percentile."""
+"""Most that a part takes of the step thread, and that a question adds to a step, at the 99th percentile."""
 _PAUSE_S = 1e-3
 """Between steps: the listener's and the transfer threads' turn."""
 _BLOCKS = 16_384
@@ -43,19 +44,24 @@ _CLIENT = "bench"
 TAKE = "references taken"
 END = "lease ended"
 ORDERS = "orders made, blocks given back"
-REPORT = "workers' report applied"
+REPORT = "workers' report applied, blocks given back"
+ADDED_SCHEDULER = "added to a step, scheduler"
+ADDED_WORKER = "added to a step, worker"
 SCHEDULER = "all calls of a step, scheduler"
 WORKER = "all calls of a step, worker"
 SCHEDULER_ALONE = "without a question, scheduler"
 WORKER_ALONE = "without a question, worker"
-JUDGED = (TAKE, END, ORDERS, REPORT, SCHEDULER, WORKER)
+PARTS = (TAKE, END, ORDERS, REPORT)
+JUDGED = (*PARTS, ADDED_SCHEDULER, ADDED_WORKER)
 
 WHAT = (
     f"A client asks an engine that decodes for the first {TOKENS:,} tokens of a prompt that it has in its cache, in "
     f"{TOKENS // 16:,} blocks, and gives the lease back when it has the ticket. Timed is what the engine's step "
     "thread does for that: each part in every step in which it has something to do, and all of kvferry's calls in "
-    "the steps from the question until all blocks are back, beside as many steps without one. The wall clock has "
-    "waits for the interpreter's lock, which the listener's thread has while it looks the prompt up."
+    "the steps from the question until all blocks are back, beside as many steps without one. *Added to a step* is "
+    "what all calls of such a step take beyond the median step without a question, so whatever disturbs the step as "
+    "such counts as the question's. The wall clock has waits for the interpreter's lock, which the listener's thread "
+    "has while it looks the prompt up."
 )
 
 
@@ -88,6 +94,15 @@ class Times:
                 self.wall_ns.append(time.perf_counter_ns() - wall_ns)
 
         setattr(owner, name, timed)
+
+    def beyond(self, usual: Times) -> Times:
+        """What each takes beyond the median of others; less than nothing where it takes less."""
+        cpu_ns = round(median(usual.cpu_ns))
+        wall_ns = round(median(usual.wall_ns))
+        return Times(
+            [one - cpu_ns for one in self.cpu_ns],
+            [one - wall_ns for one in self.wall_ns],
+        )
 
     def forget(self) -> None:
         """Begin anew."""
@@ -132,9 +147,8 @@ class Answerer:
         self._node.engine.add("own", self._prompt, max_tokens=1)
         self._node.answer("own")
         self._node.engine.add("decodes", self._prompt[:20], max_tokens=1 << 16)
-        self.times = {
-            name: Times() for name in (*JUDGED, SCHEDULER_ALONE, WORKER_ALONE)
-        }
+        whole = (SCHEDULER, WORKER, SCHEDULER_ALONE, WORKER_ALONE)
+        self.times = {name: Times() for name in (*PARTS, *whole)}
         leases = self._side.leases
         taking = self._side.prefix_leases
         self.times[TAKE].time(taking, "step", lambda: taking.needs_step)
@@ -244,7 +258,10 @@ def measure(questions: int) -> dict[str, Times]:
         answerer.ask()
         answerer.rest(len(answerer.times[SCHEDULER].cpu_ns) - asked)
     answerer.close()
-    return answerer.times
+    times = answerer.times
+    times[ADDED_SCHEDULER] = times[SCHEDULER].beyond(times[SCHEDULER_ALONE])
+    times[ADDED_WORKER] = times[WORKER].beyond(times[WORKER_ALONE])
+    return times
 
 
 def results_of(times: dict[str, Times], questions: int, *, quick: bool) -> Results:

@@ -26,6 +26,14 @@ def test_each_part_is_judged_by_its_99th_percentile(name: str, place: int) -> No
     assert [at for at, one in enumerate(some_beyond) if not one] == [place]
 
 
+def test_what_a_question_adds_is_what_a_step_takes_beyond_the_median_without_one() -> (
+    None
+):
+    usual = Times([10, 20, 90], [30, 40, 90])
+    added = Times([25, 15], [40, 100]).beyond(usual)
+    assert (added.cpu_ns, added.wall_ns) == ([5, -5], [0, 60])
+
+
 def test_only_calls_that_have_something_to_do_are_timed() -> None:
     class Part:
         def step(self, work: int) -> int:
