@@ -4,6 +4,7 @@ wait for answers takes no step."""
 from __future__ import annotations
 
 import inspect
+import queue
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,15 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
 from kvferry.connector.vllm.core import EngineLoop, RunningWeights
 from kvferry.protocol.prompt_queries import Answer, PromptProgress, encode_params
+from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.worker.loads.state import LoadState
+from tests.engine_core.prefixes import LONG, asking, compute, query_of, side_of
 from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params
 from tests.engine_core.test_idle import prefill, work
 from tests.harness.core.loop import engine_core
@@ -165,6 +169,69 @@ def test_a_pause_is_complete_when_no_lease_is_held_any_more_and_then_caches_can_
     core.resume_scheduler()
     prefill(node, "q", tokens(100))
     assert not core.has_work(), "it is idle again"
+
+
+def test_a_pause_ends_prefixes_that_others_read_at_once(
+    make: Any, make_core: Any
+) -> None:
+    """Nobody is left without an answer: who reads one computes it."""
+    node = make("kv_both", **LONG)
+    prompt = tokens(600, seed=4)
+    compute(node, "own", prompt)
+    with asking(node) as asker:
+        asker.ticket(query_of(prompt))
+    core = make_core(node.engine.scheduler)
+    leases = side_of(node).leases
+    (lease,) = leases.leases(LeaseState.HELD)
+    assert leases.renew(lease.name), "it is read, and would last for long"
+    node.until(lambda: not core.has_work())
+    core._finish_pause = lambda clear_cache: None
+    core.pause_scheduler("wait", clear_cache=True)
+    node.step()
+    assert lease.state is LeaseState.ENDING
+    node.until(lambda: not core.has_work())
+    assert node.engine.is_whole
+    assert node.engine.counted("prefixes_released", "evicted") == 1
+
+
+@promise(2)
+def test_a_reset_that_preempts_requests_ends_leases_and_succeeds(
+    make: Any, make_core: Any
+) -> None:
+    """What vLLM's loop does for `reset_prefix_cache(reset_running_requests=True)`, with prompts, prefixes and a request
+    that runs."""
+    node = make("kv_both", **LONG)
+    prompt = tokens(600, seed=4)
+    compute(node, "own", prompt)
+    params = node.prefill("p", tokens(100))
+    with asking(node) as asker:
+        asker.ticket(query_of(prompt))
+        core = make_core(node.engine.scheduler)
+        core.output_queue = queue.Queue()
+        core.step_fn = lambda: ({}, bool(node.step().computed))
+        core.post_step = lambda executed: None
+        core.model_executor.is_sleeping = False
+        node.engine.add("runs", tokens(40, seed=5), max_tokens=20)
+        node.step()
+        node.engine.connector.has_pending_push_work()  # vLLM's loop asks
+        before = inspect.signature(core.reset_prefix_cache)
+        held = side_of(node).leases.leases(LeaseState.HELD)
+        assert len(held) == 2
+        assert core.reset_prefix_cache(True)
+        assert before == inspect.signature(
+            MethodType(EngineCoreProc.reset_prefix_cache, core)
+        )
+        assert core.scheduler.pause_state is PauseState.UNPAUSED
+        assert not len(side_of(node).leases)
+        assert asker.ask(query_of(prompt, 2)).reason == "no_prefix"
+    node.model.poison()
+    answer = node.answer("runs").tokens
+    consumer = make("kv_consumer")
+    consumer.decode("d", tokens(100), params, node)
+    assert len(answer) == 20
+    assert consumer.engine.counted("failed_loads", "fence") == 1
+    assert node.engine.counted("prefixes_released", "reset") == 1
+    assert node.engine.counted("leases_released", "reset") == 1
 
 
 def test_requests_that_wait_for_answers_wait_in_one_step_until_one_comes_that_matters(

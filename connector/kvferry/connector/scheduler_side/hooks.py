@@ -210,6 +210,14 @@ class RequestLife:
         self._parts.channel.flush()
         return not self._context.loads.requests(*IN_FLIGHT)
 
+    def end_leases(self) -> bool:
+        """vLLM's cache is about to be reset, whatever uses it. Returns whether any block is leased still."""
+        leases = self._context.leases
+        leases.release_all("reset")
+        self._parts.prefix_leases.reset()
+        leases.block_references.return_all()
+        return bool(leases.block_references.num_requests)
+
     def take_answers(self) -> None:
         """Apply the answers to queries: their requests load with the ticket, or are computed here."""
         for settled in self._parts.queries.take():

@@ -58,6 +58,7 @@ from kvferry.scheduler.consumer.prefix_search import PrefixSearch
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate, whole_chunks
 from kvferry.scheduler.consumer.remote_prompt import PromptKind
 from kvferry.scheduler.producer.block_references import Reservation
+from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory, QueriedPrefix
 
 if TYPE_CHECKING:
@@ -484,6 +485,10 @@ class PrefixLeases:
         Args:
             computes: whether the step computes any token.
         """
+        if self._leases.num_prefixes and self._loop.is_paused:
+            # A pause is complete when no block is held, and whoever pauses an engine waits for that. Who reads a prefix
+            # can compute it.
+            self._leases.release_all("evicted", (LeaseUse.PREFIX,))
         if not self.needs_step:
             return
         self._note_model(self._local.weights.version())

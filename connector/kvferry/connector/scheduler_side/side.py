@@ -35,7 +35,7 @@ from kvferry.connector.scheduler_side.taken_back import TakeBacks, UndoneSteps
 from kvferry.connector.scheduler_side.tickets import ParamsBuilder, TicketBuilder
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
 from kvferry.connector.vllm.blocks import EngineBlocks
-from kvferry.connector.vllm.core import EngineLoop
+from kvferry.connector.vllm.core import CacheResets, EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.link.allowed_hosts import TrustedHosts, allowed_hosts_of
 from kvferry.link.load_notifier import LoadListener
@@ -246,6 +246,9 @@ class SchedulerSide:
             channel=self.channel,
         )
         self.life = RequestLife(context, parts)
+        self._resets = CacheResets(
+            self.life.end_leases, may_step=has_no_dp_siblings(vllm_config)
+        )
         self.engine_step = EngineStep(
             context,
             parts,
@@ -265,6 +268,7 @@ class SchedulerSide:
     def must_step(self) -> bool:
         """Whether the engine must step although it has no request. If not, it is idle, even with held leases."""
         self._local.weights.watch()
+        self._resets.watch()
         # Answers need no step: an idle engine gives the tickets of requests that have ended back at once.
         self.life.take_answers()
         return self.steps.must_step(has_producers=self.channel.poll())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -159,6 +161,67 @@ def find_core() -> Any:
 def _wakeup_message() -> tuple[Any, None]:
     """A new message that only wakes the loop: vLLM sends it to itself at shutdown (v1/engine/core.py:1449)."""
     return (sys.modules["vllm.v1.engine"].EngineCoreRequestType.WAKEUP, None)
+
+
+RESET_S = 1.0
+"""Most that a reset waits for the workers to end leases: each has a step or two to do."""
+
+
+class CacheResets:
+    """Resets of this process's engine that preempt its requests, so that no block is used.
+
+    vLLM's scheduler raises where one still is (`Scheduler.reset_prefix_cache`, v1/core/sched/scheduler.py:2840), and
+    tells the connector of the reset only if none was. So before such a reset leases end here, and the engine takes
+    steps without requests until the workers have cleared their slots: a block is never free while its slot is READY.
+
+    Args:
+        end_leases: ends every held lease; False if no block is leased any more.
+        may_step: whether the engine may step by itself: no other engine steps with it.
+    """
+
+    def __init__(self, end_leases: Callable[[], bool], *, may_step: bool) -> None:
+        self._end_leases = end_leases
+        self._may_step = may_step
+        self._is_watching = False
+
+    def watch(self) -> None:
+        """End leases before resets from now on, if there is an engine core. Idempotent."""
+        if self._is_watching or not self._may_step:
+            return
+        try:
+            core = find_core()
+            reset = core.reset_prefix_cache
+            _ = core._process_engine_step
+            _ = core.scheduler.set_pause_state
+            _ = core.model_executor.is_sleeping
+        except Exception:  # noqa: BLE001 - as for weights
+            return
+
+        signature = inspect.signature(reset)
+
+        @functools.wraps(reset)  # vLLM converts a client's arguments by its signature
+        def without_leases(*args: Any, **options: Any) -> Any:
+            given = signature.bind(*args, **options).arguments
+            if given.get("reset_running_requests"):
+                self._step_without_requests(core)
+            return reset(*args, **options)
+
+        core.reset_prefix_cache = without_leases
+        self._is_watching = True
+
+    def _step_without_requests(self, core: Any) -> None:
+        if not self._end_leases() or core.model_executor.is_sleeping:
+            return
+        scheduler = core.scheduler
+        state = scheduler.pause_state
+        end_s = time.monotonic() + RESET_S
+        # As in a pause: requests that went on computing would open leases, and are about to be preempted.
+        scheduler.set_pause_state(type(state).PAUSED_ALL)
+        try:
+            while self._end_leases() and time.monotonic() < end_s:
+                core._process_engine_step()
+        finally:
+            scheduler.set_pause_state(state)
 
 
 _FIRST_NAME = "default"

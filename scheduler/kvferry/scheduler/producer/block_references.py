@@ -128,6 +128,12 @@ class BlockReferences:
         self._num_returned = 0
         self._return_some()
 
+    def return_all(self) -> None:
+        """Give back all blocks whose leases are over."""
+        for blocks in self._returning:
+            self._give_back(blocks)
+        self._returning.clear()
+
     def num_leased(self) -> int:
         """Blocks that only leases keep, at least one of which is held. Visits every block of a lease."""
         ending = self._count_ending()
@@ -194,10 +200,13 @@ class BlockReferences:
             if not blocks:
                 self._returning.popleft()
             self._num_returned += len(part)
-            self._ending = None
-            _take(self._references, part)
-            if self.pool is not None:
-                self.pool.give_back(part)
+            self._give_back(part)
+
+    def _give_back(self, blocks: list[int]) -> None:
+        self._ending = None
+        _take(self._references, blocks)
+        if self.pool is not None:
+            self.pool.give_back(blocks)
 
     def _count_ending(self) -> Counter[int]:
         if self._ending is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from kvferry.link.awake_clock import AwakeClock
 from kvferry.link.limits import heartbeat_s
@@ -315,9 +315,14 @@ class ProducerLedger:
         lease.ended_by = how
         self.block_references.end(lease)
 
-    def release_all(self, how: str) -> int:
-        """End every held lease. Returns how many."""
-        ending = list(self.block_references.held.values())
+    def release_all(
+        self, how: str, uses: Collection[LeaseUse] = tuple(LeaseUse)
+    ) -> int:
+        """End every held lease of these uses. Returns how many."""
+        ending: list[ProducerLease] = []
+        for lease in self.block_references.held.values():
+            if lease.use in uses:
+                ending.append(lease)
         for lease in ending:
             self.end(lease, how)
         return len(ending)
