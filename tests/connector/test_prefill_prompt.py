@@ -13,11 +13,14 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvferry.connector.engine.local_engine import LocalEngine, tokens_left_out
-from kvferry.connector.scheduler_side.intake import RemotePromptIntake, RequestIntake
+from kvferry.connector.scheduler_side.intake import (
+    RemotePromptIntake,
+    RequestIntake,
+    leave_out,
+)
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerContext
-from kvferry.connector.scheduler_side.tickets import leave_out, prompt_of
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.core import EngineLoop
@@ -63,9 +66,8 @@ def request_of(
 
 
 def digests_of(request: Any, scope: str = "") -> tuple[str, ...]:
-    prompt = prompt_of(
-        request, request.num_prompt_tokens, local_engine(media_scope=scope)
-    )
+    local = local_engine(media_scope=scope)
+    prompt = local.prompt_of(request, request.num_prompt_tokens)
     assert prompt is not None
     return digest_chain(prompt, request.num_prompt_tokens)
 

@@ -82,14 +82,12 @@ class Adapters:
         }
         return cls(str(options), has_prefix_cache=has_prefix_cache)
 
-    def content_of(self, request: LoRARequest | None) -> str | None:
-        """A text that two engines share if they run with equal adapters; None without an adapter.
+    def content_of(self, request: LoRARequest) -> str:
+        """A text that two engines share if they run with equal adapters.
 
         Unchanged files are only looked at (some 30 µs). New ones are read in part, as `fingerprint` does, by the
         calling thread. That is the engine's own: vLLM too reads a new adapter within a step, and all of it.
         """
-        if request is None:
-            return None
         number = request.lora_int_id
         name = request.lora_name
         content = self._content_of_files(request)

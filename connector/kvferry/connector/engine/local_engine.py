@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,10 @@ from kvferry.connector.engine.adapters import Adapters
 from kvferry.connector.engine.facts import can_stream, topology_of
 from kvferry.connector.layout.discovery import groups_of
 from kvferry.connector.vllm.core import RunningWeights
+from kvferry.connector.vllm.requests import has_tokens
 from kvferry.plan.tokens import reaches_back
 from kvferry.protocol.description_json import encode_engine_json, to_engine_json
+from kvferry.protocol.digests import Media, Prompt
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
@@ -30,6 +33,7 @@ from kvferry.protocol.params_mac import new_mac_key
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 
 logger = logging.getLogger(__name__)
@@ -98,7 +102,7 @@ class MemoryIdentity:
         self.generation += 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LocalEngine:
     """The local engine, from one start to its end.
 
@@ -195,33 +199,33 @@ class LocalEngine:
         is_its_id = source.engine_id in (None, self.engine_id)
         return is_here and self.is_read_from and is_its_id
 
-    @property
+    @cached_property
     def is_read_from(self) -> bool:
         """Whether other engines read its blocks. Then it needs a side channel."""
         return self.is_producer or self.offers_turns
 
-    @property
+    @cached_property
     def reads(self) -> bool:
         """Whether it reads other engines' blocks."""
         return self.is_consumer or self.takes_turns
 
-    @property
+    @cached_property
     def asks_prefixes(self) -> bool:
         """Whether it asks other engines for the first parts of prompts."""
         return self.pulls_prefixes and self.reads and not self.needs_whole_prompts
 
-    @property
+    @cached_property
     def is_all_or_nothing(self) -> bool:
         """Whether a part of a sequence's cache is useless: a window or a state belongs to the sequence's end."""
         return not all(group.holds_every_token for group in self.groups)
 
-    @property
+    @cached_property
     def needs_whole_prompts(self) -> bool:
         """Whether only the cache of a whole prompt can be used, and only for exactly this prompt: with a non-causal
         layer (prefix LM) every token's keys and values depend on all others."""
         return any(group.policy == "whole" for group in self.groups)
 
-    @property
+    @cached_property
     def has_states(self) -> bool:
         """Whether the model has recurrent states."""
         return any(group.policy == "state" for group in self.groups)
@@ -241,10 +245,10 @@ class LocalEngine:
         """
         # Not strict: params may list the blocks of fewer groups than this model has.
         held_by_group = zip(self.groups, spans, held_from, strict=False)
-        return all(
-            reaches_back(group, span, first_held, num_tokens, prompt_tokens)
-            for group, span, first_held in held_by_group
-        )
+        for group, span, first_held in held_by_group:
+            if not reaches_back(group, span, first_held, num_tokens, prompt_tokens):
+                return False
+        return True
 
     def without_scratch(
         self, block_ids: Sequence[Sequence[int]], num_tokens: int
@@ -260,6 +264,36 @@ class LocalEngine:
                 ids = ids[:num_blocks]
             kept.append(ids)
         return tuple(kept)
+
+    def prompt_of(self, request: Request, num_tokens: int) -> Prompt | None:
+        """The tokens and everything else that determines the request's KV cache; None for a prompt of embeddings.
+
+        The tokens are the request's own list, not a copy: they grow with it.
+
+        Args:
+            num_tokens: number of tokens that will be read.
+        """
+        prompt = request.prompt_token_ids
+        if prompt is None or not has_tokens(request):
+            return None
+        # The prompt's list where it has as many tokens. To copy the beginning of all tokens would take a sixth of the
+        # time of making digests.
+        tokens = prompt if num_tokens <= len(prompt) else request.all_token_ids
+        adapter: str | None = None
+        if request.lora_request is not None:
+            adapter = self.adapters.content_of(request.lora_request)
+        media: list[Media] = []
+        for feature in request.mm_features:
+            position = feature.mm_position
+            identifier = f"{self.media_scope}{feature.identifier}"
+            media.append(Media(position.offset, position.length, identifier))
+        return Prompt(
+            tokens=tokens,
+            lora=adapter,
+            salt=request.cache_salt,
+            media=tuple(media),
+            weights=self.weights.version(),
+        )
 
 
 def _can_offer_turns(groups: tuple[CacheGroup, ...], failure_policy: str) -> bool:

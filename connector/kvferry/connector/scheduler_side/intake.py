@@ -29,12 +29,11 @@ from kvferry.connector.scheduler_side.prompt_queries import (
 )
 from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.scheduler_side.sessions import Session
-from kvferry.connector.scheduler_side.tickets import (
+from kvferry.connector.vllm.requests import (
+    cut_prompt,
     has_tokens,
-    leave_out,
-    prompt_of,
+    report_cached_tokens,
 )
-from kvferry.connector.vllm.requests import report_cached_tokens
 from kvferry.link.allowed_hosts import TrustedHosts
 from kvferry.link.lease_commands import RemoteLease
 from kvferry.plan.tokens import held_from
@@ -238,7 +237,7 @@ class RequestIntake:
         request = entry.request
         # Before the last tokens are left out: a consumer queries the prompt with all of it.
         num_tokens = request.num_prompt_tokens
-        prompt = prompt_of(request, num_tokens, self._local)
+        prompt = self._local.prompt_of(request, num_tokens)
         can_share = self._can_share(request)
         is_leased = can_share and self._remote.intend(request, LeaseUse.PROMPT)
         if prompt is not None and self._local.is_read_from:
@@ -319,6 +318,33 @@ class RequestIntake:
             self._remote.compute_here(request, "not_wanted", detail)
 
 
+def leave_out(request: Request, num_tokens: int) -> bool:
+    """Remove the last tokens of a prompt that will be decoded elsewhere, and limit its answer to one token.
+
+    Must be called before the request is scheduled.
+
+    Returns:
+        Whether its cache will be usable. If not, the request is unchanged and is served without a transfer: it is too
+        short, requests log-probabilities of its prompt or at least two tokens, or ends within an image.
+    """
+    if not num_tokens:
+        return True
+    params = request.sampling_params
+    num_left = request.num_prompt_tokens - num_tokens
+    if num_left <= 0 or request.prompt_token_ids is None:
+        return False
+    if params is None or params.min_tokens > 1:
+        return False
+    if request.get_skip_reading_prefix_cache():
+        return False
+    for feature in request.mm_features:
+        if feature.mm_position.offset + feature.mm_position.length > num_left:
+            return False
+    cut_prompt(request, num_left)
+    request.max_tokens = 1
+    return True
+
+
 def _ticket_in(settled: Settled, prompt_tokens: int | None) -> RemotePrefill | None:
     """The params in the answer to a query; None if it has none.
 
@@ -380,7 +406,7 @@ class RemotePromptIntake:
         """The prompt, to be compared with the producer's; None if it cannot be loaded from there, and is computed here.
 
         Args:
-            num_tokens: as for `prompt_of`.
+            num_tokens: as for `LocalEngine.prompt_of`.
         """
         if kind is PromptKind.HANDOVER and not self._local.is_consumer:
             self.compute_here(
@@ -394,7 +420,7 @@ class RemotePromptIntake:
             return None
         if not self.may_connect(request, source):
             return None
-        prompt = prompt_of(request, num_tokens, self._local)
+        prompt = self._local.prompt_of(request, num_tokens)
         if prompt is None:
             detail = "a prompt of embeddings has no tokens to compare"
             self.compute_here(request, "prompt_embeds", detail)

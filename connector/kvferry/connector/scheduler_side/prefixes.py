@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.scheduler_side.taken_back import TakeBacks
-from kvferry.connector.scheduler_side.tickets import ParamsBuilder, prompt_of
+from kvferry.connector.scheduler_side.tickets import ParamsBuilder
 from kvferry.connector.vllm.core import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.connector.vllm.requests import hint_actions
@@ -186,7 +186,7 @@ class PrefixIntake:
         if not asked:
             self._not_pulled(entry, *why_not)
             return
-        prompt = prompt_of(entry.request, most_tokens, self._local)
+        prompt = self._local.prompt_of(entry.request, most_tokens)
         if prompt is None:
             return
         self._queries.searches.start(
@@ -252,7 +252,7 @@ class PrefixIntake:
         if source.kvferry.stream_row is not None:
             return "invalid_answer"
         # The weights or the adapter may have changed while it waited: what was asked for is of the old ones.
-        now = prompt_of(request, search.most_tokens, self._local)
+        now = self._local.prompt_of(request, search.most_tokens)
         if now is None or not _has_same_model(now, search.chain.prompt):
             return "reset"
         if len(source.kvferry.held_from) != len(self._local.groups):
@@ -445,8 +445,8 @@ class PrefixLeases:
         if not self._cache.hash_tokens:
             return
         # One more token than the prompt has: the list that grows with the answer.
-        prompt = prompt_of(
-            entry.request, entry.request.num_prompt_tokens + 1, self._local
+        prompt = self._local.prompt_of(
+            entry.request, entry.request.num_prompt_tokens + 1
         )
         if prompt is None:
             return

@@ -23,10 +23,10 @@ from kvferry.connector.scheduler_side.requests import (
 )
 from kvferry.connector.scheduler_side.taken_back import TakeBacks
 from kvferry.connector.vllm.blocks import distinct_blocks
-from kvferry.connector.vllm.requests import cached_tokens_of, cut_prompt, has_ended_well
+from kvferry.connector.vllm.requests import cached_tokens_of, has_ended_well
 from kvferry.plan.blocks import NULL_BLOCK
 from kvferry.plan.tokens import first_needed, held_from
-from kvferry.protocol.digests import GrowingChain, Media, Prompt, digest_chain
+from kvferry.protocol.digests import GrowingChain, digest_chain
 from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
 from kvferry.protocol.params_mac import sign_early, sign_params
 from kvferry.protocol.prompt_queries import announced_id
@@ -105,7 +105,7 @@ class TicketBuilder:
         self._blocks = context.blocks
         self._counters = context.counters
         # A model with recurrent states moves them between blocks when a request ends, so there the blocks are held from
-        # the end on. Such a prefill is always capped at one token (`leave_out`): it ends with its prompt.
+        # the end on. Such a prefill is always capped at one token (`intake.leave_out`): it ends with its prompt.
         self._holds_early = not context.local.has_states
         self._take_backs = take_backs
         # What every step looks at, so not all requests are looked at for it.
@@ -124,8 +124,8 @@ class TicketBuilder:
         # is all that a decoder can compare with its own.
         prefill = self._prefills.get(entry)
         if prefill is None:
-            prompt = prompt_of(
-                entry.request, entry.request.num_prompt_tokens, self._local
+            prompt = self._local.prompt_of(
+                entry.request, entry.request.num_prompt_tokens
             )
             chain = GrowingChain(prompt) if prompt is not None else None
             prefill = _Prefill(entry, chain)
@@ -401,75 +401,6 @@ OPENS_WITHIN_S = 10.0
 """The workers get the orders of a step when the one before it has run, if steps overlap; a ticket is given earlier."""
 
 
-def leave_out(request: Request, num_tokens: int) -> bool:
-    """Remove the last tokens of a prompt that will be decoded elsewhere, and limit its answer to one token.
-
-    Must be called before the request is scheduled.
-
-    Returns:
-        Whether its cache will be usable. If not, the request is unchanged and is served without a transfer: it is too
-        short, requests log-probabilities of its prompt or at least two tokens, or ends within an image.
-    """
-    if not num_tokens:
-        return True
-    params = request.sampling_params
-    num_left = request.num_prompt_tokens - num_tokens
-    if num_left <= 0 or request.prompt_token_ids is None:
-        return False
-    if params is None or params.min_tokens > 1:
-        return False
-    if request.get_skip_reading_prefix_cache():
-        return False
-    for feature in request.mm_features:
-        if feature.mm_position.offset + feature.mm_position.length > num_left:
-            return False
-    cut_prompt(request, num_left)
-    request.max_tokens = 1
-    return True
-
-
-def has_tokens(request: Request) -> bool:
-    """True if the prompt consists of tokens, not of embeddings."""
-    return request.prompt_token_ids is not None and request.prompt_embeds is None
-
-
-def prompt_of(request: Request, num_tokens: int, local: LocalEngine) -> Prompt | None:
-    """The tokens and everything else that determines the request's KV cache; None for a prompt of embeddings.
-
-    The tokens are the request's own list, not a copy: they grow with it.
-
-    Args:
-        num_tokens: number of tokens that will be read.
-        local: this engine, which knows its adapters and its weights.
-    """
-    prompt = request.prompt_token_ids
-    if prompt is None or not has_tokens(request):
-        return None
-    # The prompt's list where it has as many tokens. To copy the beginning of all tokens would take a sixth of the time
-    # of making digests.
-    tokens = prompt if num_tokens <= len(prompt) else request.all_token_ids
-    return Prompt(
-        tokens=tokens,
-        lora=local.adapters.content_of(request.lora_request),
-        salt=request.cache_salt,
-        media=_media_of(request, local.media_scope),
-        weights=local.weights.version(),
-    )
-
-
-def _media_of(request: Request, scope: str) -> tuple[Media, ...]:
-    if not request.mm_features:
-        return ()
-    return tuple(
-        Media(
-            feature.mm_position.offset,
-            feature.mm_position.length,
-            f"{scope}{feature.identifier}",
-        )
-        for feature in request.mm_features
-    )
-
-
 class ParamsBuilder:
     """Builds the params of one engine's requests.
 
@@ -533,7 +464,7 @@ class ParamsBuilder:
         """
         if not num_tokens:
             return None
-        prompt = prompt_of(request, num_tokens, self._local)
+        prompt = self._local.prompt_of(request, num_tokens)
         blocks = self._transferable(block_ids, num_tokens)
         if prompt is None or not any(blocks):
             return None
