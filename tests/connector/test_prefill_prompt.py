@@ -21,7 +21,6 @@ from kvferry.connector.scheduler_side.intake import (
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerContext
-from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.core import EngineLoop
 from kvferry.link.allowed_hosts import AllowedHosts, TrustedHosts
@@ -193,7 +192,7 @@ def intake_of(
         loads=loads,
         blocks=EngineBlocks(),
         counters=counters,
-        tracing=SchedulerTracing(),
+        tracing=None,
     )
     pulls = PrefixIntake(context, TRUSTED, asking, PullEstimate(1.0), ())
     intake = RequestIntake(

@@ -72,7 +72,7 @@ def bound_of(value: int) -> Callable[[Any], Any]:
 
 
 def by_name(_: Function) -> Function:
-    return lambda _, request: None if request is None else request.lora_name
+    return lambda _, request: request.lora_name
 
 
 def no_steps(_: Function) -> Function:

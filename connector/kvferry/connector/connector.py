@@ -152,7 +152,8 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput
     ) -> KVConnectorMetadata:
-        self.scheduler_side.tracing.scheduled(scheduler_output)
+        if self.scheduler_side.tracing is not None:
+            self.scheduler_side.tracing.scheduled(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
         return self.scheduler_side.engine_step.begin(
             scheduler_output.num_scheduled_tokens,

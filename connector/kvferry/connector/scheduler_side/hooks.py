@@ -163,7 +163,8 @@ class RequestLife:
         self._parts.queries.ended(entry)
         self._parts.demand.end_stall()
         self._parts.admission.left_queue(entry)
-        self._context.tracing.finished(entry.request_id)
+        if self._context.tracing is not None:
+            self._context.tracing.finished(entry.request_id)
         self._parts.intake.ended(entry)
         self._parts.prefix_leases.ended(entry)
         self._parts.channel.flush()
@@ -180,7 +181,8 @@ class RequestLife:
             lease.slot,
             params.remote_num_tokens,
         )
-        self._context.tracing.params_given(entry.request_id, params, lease)
+        if self._context.tracing is not None:
+            self._context.tracing.params_given(entry.request_id, params, lease)
         is_turn = lease.use is LeaseUse.TURN
         may_send_both_legs = self._parts.channel.announces and not is_turn
         return False, params.to_json(is_turn=is_turn, at_once=may_send_both_legs)
@@ -358,8 +360,9 @@ class EngineStep:
             if not is_idle and not wants_report:
                 return _NOTHING
             return FerryMetadata(wants_report=wants_report, is_idle=is_idle)
-        self._context.tracing.progressed(orders.progress)
-        self._context.tracing.ordered(orders.loads)
+        if self._context.tracing is not None:
+            self._context.tracing.progressed(orders.progress)
+            self._context.tracing.ordered(orders.loads)
         # Encoded here, once for all workers: vLLM would pickle them for each.
         return FerryMetadata(
             encode_head(orders), encode_orders(orders), wants_report, is_idle
@@ -394,7 +397,8 @@ class EngineStep:
         # First: vLLM frees the blocks of failed loads at once, and some may still be written.
         self._context.loads.quarantine.update(report.alive, time.monotonic())
         self._monitor.update(report.gauges)
-        self._context.tracing.loads_reported(report.loads)
+        if self._context.tracing is not None:
+            self._context.tracing.loads_reported(report.loads)
         for worker, ended in report.over.items():
             for request_id in self._context.leases.acknowledge(worker, ended):
                 logger.debug("req=%s: its blocks are free", request_id)
@@ -417,7 +421,8 @@ class EngineStep:
             )
 
     def _end_load(self, request_id: str, *, is_good: bool) -> None:
-        self._context.tracing.reported(request_id, good=is_good)
+        if self._context.tracing is not None:
+            self._context.tracing.reported(request_id, good=is_good)
         if is_good:
             prompt = self._context.loads.loaded(request_id)
             if prompt is not None:

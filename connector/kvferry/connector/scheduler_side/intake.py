@@ -260,7 +260,8 @@ class RequestIntake:
                 request.request_id,
             )
             return True
-        self._tracing.prefill_arrived(request)
+        if self._tracing is not None:
+            self._tracing.prefill_arrived(request)
         logger.debug("req=%s is to be decoded elsewhere", request.request_id)
         turn = read_turn(request.kv_transfer_params or {}, num_tokens)
         if turn is not None:
@@ -450,7 +451,8 @@ class RemotePromptIntake:
     def compute_here(self, request: Request, reason: str, detail: str) -> None:
         """Serve the request without a transfer; the reason is a label of metrics."""
         self._counters.add("local_recomputes", reason)
-        self._tracing.computed_here(request, reason)
+        if self._tracing is not None:
+            self._tracing.computed_here(request, reason)
         request.kv_transfer_params = without_transfer(request.kv_transfer_params)
         logger.warning(
             "req=%s is computed here (%s): %s", request.request_id, reason, detail
@@ -501,7 +503,8 @@ class RemotePromptIntake:
             )
             self.compute_here(request, refused, detail)
             return
-        self._tracing.decode_arrived(request, source, num_shared)
+        if self._tracing is not None:
+            self._tracing.decode_arrived(request, source, num_shared)
         logger.debug(
             "req=%s: %d of %d tokens are held by engine %s as req=%s slot=%d",
             request.request_id,

@@ -200,7 +200,8 @@ class PrefixIntake:
         )
         self._queries.wait_for_search(entry)
         self._counters.add("prefix_queries")
-        self._tracing.prefix_asked(entry.request, most_tokens, len(asked))
+        if self._tracing is not None:
+            self._tracing.prefix_asked(entry.request, most_tokens, len(asked))
 
     def _why_not(self, producer: Producer, now_s: float) -> tuple[str, str] | None:
         """Why an engine is not asked: the label of the metric, and a text for the log; None if it is."""
@@ -295,7 +296,8 @@ class PrefixIntake:
         if refused is not None:
             return refused
         self._counters.add("prefixes_found")
-        self._tracing.decode_arrived(entry.request, source, shared)
+        if self._tracing is not None:
+            self._tracing.decode_arrived(entry.request, source, shared)
         logger.debug(
             "req=%s: %d of %d tokens are read from engine %s as slot=%d: about %.1f ms at %.3g GB/s, in place of %.1f "
             "ms at %.0f tokens/s",
@@ -322,7 +324,8 @@ class PrefixIntake:
 
     def _not_pulled(self, entry: EngineRequest, reason: str, detail: str) -> None:
         self._counters.add("prefixes_not_pulled", reason)
-        self._tracing.prefix_not_pulled(entry.request, reason)
+        if self._tracing is not None:
+            self._tracing.prefix_not_pulled(entry.request, reason)
         # A prefix that is not there is ordinary, and a line for each request would hide the rest.
         level = logging.DEBUG
         if reason in _OPERATORS_FAULT:

@@ -214,6 +214,7 @@ class SchedulerContext:
         requests: those that it has.
         leases, loads: the ledgers of a producer and of a consumer; an engine has both, whatever its role.
         blocks: the engine's, once vLLM has bound its KV cache manager.
+        tracing: None if nothing is recorded, as in most engines.
     """
 
     local: LocalEngine
@@ -222,4 +223,4 @@ class SchedulerContext:
     loads: ConsumerLedger
     blocks: EngineBlocks
     counters: Counters
-    tracing: SchedulerTracing
+    tracing: SchedulerTracing | None

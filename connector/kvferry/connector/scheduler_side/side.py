@@ -230,7 +230,8 @@ class SchedulerSide:
             )
         except BaseException:
             self.steps.close()
-            self.tracing.close()
+            if self.tracing is not None:
+                self.tracing.close()
             raise
 
         # What vLLM's hooks mean for all of these.
@@ -291,4 +292,5 @@ class SchedulerSide:
         self.loads.give_all_back()
         self.channel.close()
         self.steps.close()
-        self.tracing.close()
+        if self.tracing is not None:
+            self.tracing.close()

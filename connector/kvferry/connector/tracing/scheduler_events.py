@@ -17,7 +17,6 @@ from kvferry.connector.tracing.worker_events import (
 )
 from kvferry.link.lease_commands import RemoteLease
 from kvferry.protocol.errors import InputError
-from kvferry.protocol.ids import BootId
 from kvferry.protocol.orders import LeaseProgress, LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill
 from kvferry.protocol.params_reader import read_params, read_turn
@@ -66,21 +65,16 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
 
     def __init__(
         self,
-        memory: MemoryIdentity | None = None,
+        memory: MemoryIdentity,
         file: Recorder[Event] | None = None,
         spans: Recorder[SpanItem] | None = None,
     ) -> None:
-        self._memory = memory or MemoryIdentity(BootId(""))
+        self._memory = memory
         self._file = file
         self._spans = spans
         # Requests to be decoded here, until they end; those of them that no step has computed yet.
         self._decoding: set[str] = set()
         self._unscheduled: set[str] = set()
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is recorded."""
-        return self._file is not None or self._spans is not None
 
     def prefill_arrived(self, request: Request) -> None:
         """A prompt will be decoded elsewhere."""
@@ -121,10 +115,9 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
 
     def computed_here(self, request: Request, reason: str) -> None:
         """A prompt came with params that are not used; the request still has them."""
-        if self.is_on:
-            self._expect(request.request_id)
-            lease = _lease_in(request.kv_transfer_params, request.num_prompt_tokens)
-            self._record(Recomputed, request.request_id, reason=reason, lease=lease)
+        self._expect(request.request_id)
+        lease = _lease_in(request.kv_transfer_params, request.num_prompt_tokens)
+        self._record(Recomputed, request.request_id, reason=reason, lease=lease)
 
     def recomputed(self, prompt: RemotePrompt, reason: str) -> None:
         self._record(
@@ -139,12 +132,11 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
 
     def progressed(self, progress: Sequence[LeaseProgress]) -> None:
         """A step that is about to begin computes parts of prompts that are read meanwhile."""
-        if self.is_on:
-            for part in progress:
-                lease = TracedLease(boot=self._memory.boot, epoch=part.origin)
-                self._put(
-                    PrefillStep(at_ns=time.time_ns(), lease=lease, tokens=part.tokens)
-                )
+        for part in progress:
+            lease = TracedLease(boot=self._memory.boot, epoch=part.origin)
+            self._put(
+                PrefillStep(at_ns=time.time_ns(), lease=lease, tokens=part.tokens)
+            )
 
     def params_given(
         self, request_id: str, params: RemotePrefill, lease: ProducerLease
@@ -202,16 +194,13 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
                 recorder.close()
 
     def _expect(self, request_id: str) -> None:
-        if self.is_on:
-            self._decoding.add(request_id)
-            self._unscheduled.add(request_id)
+        self._decoding.add(request_id)
+        self._unscheduled.add(request_id)
 
     def _record(
         self, kind: Callable[..., Event], request_id: str, **fields: Any
     ) -> None:
-        """Record an event of this kind, now. If nothing is recorded, the event is not made."""
-        if not self.is_on:
-            return
+        """Record an event of this kind, now."""
         self._put(
             kind(at_ns=time.time_ns(), request=request_id[:_LONGEST_NAME], **fields)
         )
@@ -227,8 +216,8 @@ class SchedulerTracing(LeaseObserver, LoadObserver):
 
 def scheduler_tracing(
     vllm_config: VllmConfig, config: FerryConfig, local: LocalEngine
-) -> SchedulerTracing:
-    """The tracing of the scheduler side.
+) -> SchedulerTracing | None:
+    """The tracing of the scheduler side; None where it is off.
 
     Raises:
         InvalidConfig: `trace_dir` is not writable.
@@ -237,6 +226,8 @@ def scheduler_tracing(
     spans: Recorder[SpanItem] | None = None
     if has_opentelemetry_on(vllm_config):
         spans = Recorder(SpanSink(trace.get_tracer("kvferry")), "kvferry-spans")
+    if file is None and spans is None:
+        return None
     return SchedulerTracing(local.memory, file, spans)
 
 

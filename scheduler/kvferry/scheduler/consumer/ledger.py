@@ -36,7 +36,7 @@ _LOADS_OF_KIND = {PromptKind.TURN: "turn_loads", PromptKind.PREFIX: "prefix_load
 
 
 class LoadObserver:
-    """What `ConsumerLedger` reports to; no-ops. Overrides must neither raise nor wait."""
+    """What a `ConsumerLedger` reports to. Its methods must neither raise nor wait."""
 
     def recomputed(self, prompt: RemotePrompt, reason: str) -> None:
         """An offered prompt is computed here; `reason` is the label of `local_recomputes`."""
@@ -59,7 +59,7 @@ class ConsumerLedger:
         loading: those of them whose requests have not ended either.
         prewarms: producers for the workers to prewarm before a load is ordered.
         quarantine: blocks of failed loads that may still be written.
-        observer: called for offered prompts that are computed here.
+        observer: called for offered prompts that are computed here; None at first.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ConsumerLedger:
         self.in_flight = 0
         self.loading = 0
         self.quarantine = QuarantinedBlocks(pool)
-        self.observer = LoadObserver()
+        self.observer: LoadObserver | None = None
 
     def __len__(self) -> int:
         """The number of requests that are not over."""
@@ -382,7 +382,8 @@ class ConsumerLedger:
         if prompt.kind is PromptKind.PREFIX:
             metric = "prefixes_not_pulled"
         self._counters.add(metric, reason)
-        self.observer.recomputed(prompt, reason)
+        if self.observer is not None:
+            self.observer.recomputed(prompt, reason)
 
     def _end_claim(self, command: ForgetLease | ReleaseLease) -> None:
         self._claims.discard(command.lease.key)

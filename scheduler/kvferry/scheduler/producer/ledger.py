@@ -34,7 +34,7 @@ from kvferry.scheduler.requests import RequestTable
 
 
 class LeaseObserver:
-    """What `ProducerLedger` reports to; no-ops. Overrides must neither raise nor wait."""
+    """What a `ProducerLedger` reports to. Its methods must neither raise nor wait."""
 
     def lease_opened(self, lease: ProducerLease) -> None:
         """A request has got a slot."""
@@ -64,7 +64,7 @@ class ProducerLedger:
         block_references: references of leases on blocks, after the end of their requests.
         num_prefixes, num_prefix_blocks: leases of prefixes, and their blocks, shared or not.
         clock: seconds that this process was awake; every step winds it.
-        observer: called for every lease that is opened, and for every one that is over.
+        observer: called for every lease that is opened, and for every one that is over; None at first.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ProducerLedger:
         self.lease_s = lease_s
         self.block_references = BlockReferences(pool)
         self.clock = AwakeClock(heartbeat_s(lease_s))
-        self.observer = LeaseObserver()
+        self.observer: LeaseObserver | None = None
         self.num_prefixes = 0
         self.num_prefix_blocks = 0
         self._deadlines = Deadlines(lease_s, turn_s)
@@ -164,7 +164,8 @@ class ProducerLedger:
             self._advance(lease, LeaseEvent.OPEN)
             self._orders.opens.append(self.slots.take(lease))
             self._counters.add(f"{lease.use.value}_opened")
-            self.observer.lease_opened(lease)
+            if self.observer is not None:
+                self.observer.lease_opened(lease)
         elif lease.state is LeaseState.INTENDED:
             # It is scheduled, and waits no more: where a slot was to come free soon, it has waited for that before
             # (`RequestLife.matched_tokens`).
@@ -247,7 +248,8 @@ class ProducerLedger:
             self._orders.completions.append(order)
         self.start_deadline(lease)
         self._counters.add("prefixes_opened")
-        self.observer.lease_opened(lease)
+        if self.observer is not None:
+            self.observer.lease_opened(lease)
         return lease
 
     def request_ended(self, lease: ProducerLease) -> None:
@@ -274,7 +276,8 @@ class ProducerLedger:
             self._orders.ends.append(lease.end_order())
         lease.ended_by = how
         self._counters.add(f"{lease.use.value}_released", how)
-        self.observer.lease_over(lease, how)
+        if self.observer is not None:
+            self.observer.lease_over(lease, how)
 
     def renew(self, name: LeaseName, received_s: float | None = None) -> bool:
         """Extend the lease to at least `lease_s` after `received_s`. False when there is no such lease.
@@ -386,7 +389,8 @@ class ProducerLedger:
             self._counters.sample(
                 "lease_left_s", max(0.0, lease.deadline_s - self.clock_s)
             )
-        self.observer.lease_over(lease, lease.ended_by)
+        if self.observer is not None:
+            self.observer.lease_over(lease, lease.ended_by)
 
     def _all(self) -> Iterator[ProducerLease]:
         for record in self._requests:
