@@ -97,7 +97,7 @@ GUARDS = (
         "unsettled",
         "nothing of a request is published while a load within the step may turn out to have failed",
         (1,),
-        "kvferry.connector.scheduler_side.taken_back:UnsettledRequests.is_unsettled",
+        "kvferry.connector.scheduler_side.taken_back:TakeBacks.is_unsettled",
         switches.always(False),
         (
             f"{_TAKEN_BACK}::test_a_decoder_that_reads_at_once_never_gets_what_a_failed_load_left"

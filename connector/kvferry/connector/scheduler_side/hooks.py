@@ -301,7 +301,7 @@ class EngineStep:
         parts: RequestParts,
         life: RequestLife,
         *,
-        undone: UndoneSteps,
+        undone: UndoneSteps | None,
         eviction: LeaseEviction,
         stalls: StallWatch,
         monitor: EngineMonitor,
@@ -331,7 +331,8 @@ class EngineStep:
             total: the sum of `num_tokens`, which vLLM knows.
             loads: whether another connector loads within this step.
         """
-        self._undone.scheduled(num_tokens, preempted)
+        if self._undone is not None:
+            self._undone.scheduled(num_tokens, preempted)
         self._parts.tickets.scheduled(num_tokens, preempted, loads=loads)
         self._life.take_answers()
         # Before eviction: after idling, messages that claim leases are still in the inbox.

@@ -69,7 +69,7 @@ class EngineRequest:
         admission_key: vLLM admits the request with the least one first.
         own_lease: this engine's lease that keeps the request's prefix in the cache, see `RequestIntake`.
         session: if its input is streamed.
-        settled_by_step: the step from which on vLLM takes nothing back that it has computed, see `UnsettledRequests`.
+        settled_by_step: the step from which on vLLM takes nothing back that it has computed, see `TakeBacks`.
         ticket: what was issued for its prompt before the request has ended, see `TicketBuilder`.
         must_fail: it fails as soon as vLLM has given it a block, since its prefill has failed, see `PromptQueries`.
         failed_load: its load has failed, and vLLM has not given it blocks since.

@@ -105,9 +105,11 @@ class SchedulerSide:
         counters = Counters()
         table = RequestTable()
         by_priority = vllm_config.scheduler_config.policy == "priority"
-        may_undo_steps = caches_uncomputed_blocks(vllm_config)
         self.requests = EngineRequests(table, by_priority=by_priority)
         self.blocks = EngineBlocks()
+        undone: UndoneSteps | None = None
+        if caches_uncomputed_blocks(vllm_config):
+            undone = UndoneSteps(self.requests, self.blocks)
         self.leases = ProducerLedger(
             lease_slots(config, vllm_config),
             config.kv_lease_duration,
@@ -171,7 +173,7 @@ class SchedulerSide:
             config.kv_lease_duration,
             copies_blocks=uses_host_buffer(vllm_config),
         )
-        take_backs = TakeBacks(context, max_steps)
+        take_backs = TakeBacks(self.requests, self.blocks, local.block_spans, max_steps)
         self.tickets = TicketBuilder(
             context,
             builder,
@@ -186,7 +188,7 @@ class SchedulerSide:
             local.is_read_from
             and config.prefix_pulls == "auto"
             and not (local.has_states and writes_states_late(vllm_config))
-            and not may_undo_steps
+            and undone is None
         )
         prefixes = PrefixDirectory(self.prefix_cache, builder.build_prefix, counters)
         prefixes.wake_engine = loop.wake
@@ -254,7 +256,7 @@ class SchedulerSide:
             context,
             parts,
             self.life,
-            undone=UndoneSteps(self.requests, self.blocks, may_undo=may_undo_steps),
+            undone=undone,
             eviction=self.eviction,
             stalls=StallWatch(context, loop),
             monitor=self.monitor,

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from kvferry.connector.scheduler_side.requests import (
     EngineRequest,
     EngineRequests,
-    SchedulerContext,
 )
 from kvferry.connector.vllm.blocks import EngineBlocks
 
@@ -35,16 +34,12 @@ from kvferry.connector.vllm.blocks import EngineBlocks
 class UndoneSteps:
     """Takes what undone steps would have computed out of the prefix cache.
 
-    Args:
-        may_undo: whether vLLM may preempt a request that it has scheduled, see `facts.caches_uncomputed_blocks`.
+    Only where vLLM may preempt a request that it has scheduled, see `facts.caches_uncomputed_blocks`.
     """
 
-    def __init__(
-        self, requests: EngineRequests, blocks: EngineBlocks, *, may_undo: bool
-    ) -> None:
+    def __init__(self, requests: EngineRequests, blocks: EngineBlocks) -> None:
         self._requests = requests
         self._blocks = blocks
-        self._may_undo = may_undo
 
     def scheduled(
         self, num_tokens: Mapping[str, int], preempted: Collection[str]
@@ -55,8 +50,6 @@ class UndoneSteps:
             num_tokens: of each request, in this step.
             preempted: requests whose blocks were freed since the last step.
         """
-        if not self._may_undo:
-            return
         for request_id in preempted:
             entry = self._requests.find(request_id)
             if entry is not None:
@@ -71,76 +64,6 @@ class UndoneSteps:
                 entry.num_scheduled = min(
                     request.num_computed_tokens + num_new, request.num_tokens
                 )
-
-
-class UnsettledRequests:
-    """The unsettled requests of one engine.
-
-    Args:
-        max_steps: the most steps in flight.
-    """
-
-    def __init__(self, max_steps: int) -> None:
-        self._max_steps = max_steps
-        self._step = 0
-        # The first step that comes after the answers to all loads so far.
-        self._answered_by = 0
-        # Since the last step began.
-        self._admitted: list[EngineRequest] = []
-        # What unsettled steps have computed: until which step it may be taken back, and the blocks.
-        self._computed: list[tuple[int, Sequence[int]]] = []
-
-    @property
-    def may_be_any(self) -> bool:
-        """False if no request is unsettled."""
-        # No request is settled later than by the answers to all loads so far.
-        return self._answered_by > self._step
-
-    def is_unsettled(self, entry: EngineRequest) -> bool:
-        """True if vLLM may still take tokens of a request back."""
-        # From `settled_by_step` on its first blocks are loaded, or vLLM has put its count back already. Later loads do
-        # not matter: a load only ever fills blocks that were allocated for it.
-        return entry.settled_by_step > self._step
-
-    def admitted(self, entry: EngineRequest) -> None:
-        """vLLM has allocated the first blocks of a request; the step in which it does so has not begun yet."""
-        self._admitted.append(entry)
-
-    def begin_step(self, *, loads: bool) -> None:
-        """A step has been scheduled.
-
-        Args:
-            loads: whether requests are loaded within it.
-        """
-        self._step += 1
-        if loads:
-            # vLLM's loop schedules no further step before the oldest of `max_steps` is answered. To wait for the answer
-            # to every step would be simpler. It was rejected: where steps overlap, that delays each part of a prompt by
-            # a whole step, also in engines that have no such child.
-            self._answered_by = self._step + self._max_steps
-        self._computed = [
-            (settled_by, blocks)
-            for settled_by, blocks in self._computed
-            if settled_by > self._step
-        ]
-        # Whichever request of this step it is that loads: blocks are in the prefix cache as soon as they are scheduled,
-        # so all the others may have hit what it is to fill.
-        for entry in self._admitted:
-            entry.settled_by_step = self._answered_by
-        self._admitted.clear()
-
-    def computes(self, entry: EngineRequest, table: Sequence[int]) -> None:
-        """The step that has begun computes tokens of an unsettled request, with these blocks."""
-        self._computed.append((entry.settled_by_step, table))
-
-    def relying_on(self, invalid: AbstractSet[int]) -> Iterator[Sequence[int]]:
-        """What unsettled steps have computed from blocks that were not filled, these included."""
-        # Not from the requests: some have ended since, or were preempted, and vLLM leaves their blocks in the prefix
-        # cache.
-        for _, table in self._computed:
-            first = first_of(invalid, table)
-            if first is not None:
-                yield table[first:]
 
 
 class UnsoundRequests:
@@ -225,20 +148,34 @@ class TakeBacks:
     """What vLLM may take back of what the requests of one engine compute, and what it has.
 
     Args:
+        spans: see `LocalEngine`; of the only group, since vLLM refuses a report of blocks that were not filled where
+            there are more.
         max_steps: the most steps in flight.
     """
 
-    def __init__(self, context: SchedulerContext, max_steps: int) -> None:
-        self._requests = context.requests
-        self._blocks = context.blocks
-        # Of the only group: vLLM refuses a report of blocks that were not filled where there are more.
-        self._spans = context.local.block_spans
-        self._unsettled = UnsettledRequests(max_steps)
-        self._unsound = UnsoundRequests(context.requests, context.blocks)
+    def __init__(
+        self,
+        requests: EngineRequests,
+        blocks: EngineBlocks,
+        spans: Sequence[int],
+        max_steps: int,
+    ) -> None:
+        self._requests = requests
+        self._blocks = blocks
+        self._spans = spans
+        self._max_steps = max_steps
+        self._step = 0
+        # The first step that comes after the answers to all loads so far.
+        self._answered_by = 0
+        # Since the last step began.
+        self._admitted: list[EngineRequest] = []
+        # What unsettled steps have computed: until which step it may be taken back, and the blocks.
+        self._computed: list[tuple[int, Sequence[int]]] = []
+        self._unsound = UnsoundRequests(requests, blocks)
 
     def admitted(self, entry: EngineRequest) -> None:
-        """vLLM has allocated the first blocks of a request, for the first time or again."""
-        self._unsettled.admitted(entry)
+        """vLLM has allocated the first blocks of a request, for the first time or again; their step begins later."""
+        self._admitted.append(entry)
         self._unsound.admitted(entry)
 
     def begin_step(
@@ -253,20 +190,35 @@ class TakeBacks:
         Returns:
             The requests that have become unsound in it.
         """
-        self._unsettled.begin_step(loads=loads)
-        if self._unsettled.may_be_any:
-            self._note_unsettled(num_tokens)
+        self._step += 1
+        if loads:
+            # vLLM's loop schedules no further step before the oldest of `max_steps` is answered. To wait for the answer
+            # to every step would be simpler. It was rejected: where steps overlap, that delays each part of a prompt by
+            # a whole step, also in engines that have no such child.
+            self._answered_by = self._step + self._max_steps
+        # Whichever request of this step it is that loads: blocks are in the prefix cache as soon as they are scheduled,
+        # so all the others may have hit what it is to fill.
+        for entry in self._admitted:
+            entry.settled_by_step = self._answered_by
+        self._admitted.clear()
+        # No request is settled later than by the answers to all loads so far.
+        if self._answered_by <= self._step:
+            self._computed.clear()
+        else:
+            self._note_computed(num_tokens)
         return self._unsound.scheduled(num_tokens)
 
     def is_unsettled(self, entry: EngineRequest) -> bool:
         """True if vLLM may still take tokens of a request back."""
-        return self._unsettled.is_unsettled(entry)
+        # From `settled_by_step` on its first blocks are loaded, or vLLM has put its count back already. Later loads do
+        # not matter: a load only ever fills blocks that were allocated for it.
+        return entry.settled_by_step > self._step
 
     def may_come(self, blocks: Collection[int]) -> bool:
         """True if vLLM may still take back what was computed in one of these blocks."""
-        if not self._unsettled.may_be_any:
+        if not self._computed:
             return False
-        return any(self._unsettled.relying_on(frozenset(blocks)))
+        return any(self._relying_on(frozenset(blocks)))
 
     def has_come(self, invalid: set[int]) -> TakenBack:
         """vLLM has heard that these blocks were not filled, and has put back the counts of the requests that have them.
@@ -274,7 +226,7 @@ class TakeBacks:
         Of requests that share such a block, vLLM has only one compute it again, and lets the others go on as if it were
         done already. That one may be late, be preempted or aborted, so the others are unsound.
         """
-        not_filled = invalid.union(*self._unsettled.relying_on(invalid))
+        not_filled = invalid.union(*self._relying_on(invalid))
         unsound: list[EngineRequest] = []
         for entry in self._requests:
             table = self._blocks.table(entry.request_id)[0]
@@ -289,11 +241,27 @@ class TakeBacks:
                 unsound.append(entry)
         return TakenBack(not_filled, tuple(unsound))
 
-    def _note_unsettled(self, num_tokens: Mapping[str, int]) -> None:
+    def _note_computed(self, num_tokens: Mapping[str, int]) -> None:
+        """Forget what is settled, and note what this step computes of unsettled requests."""
+        self._computed = [
+            (settled_by, blocks)
+            for settled_by, blocks in self._computed
+            if settled_by > self._step
+        ]
         for request_id in num_tokens:
             entry = self._requests.find(request_id)
-            if entry is not None and self._unsettled.is_unsettled(entry):
-                self._unsettled.computes(entry, self._blocks.table(request_id)[0])
+            if entry is not None and self.is_unsettled(entry):
+                table = self._blocks.table(request_id)[0]
+                self._computed.append((entry.settled_by_step, table))
+
+    def _relying_on(self, invalid: AbstractSet[int]) -> Iterator[Sequence[int]]:
+        """What unsettled steps have computed from blocks that were not filled, these included."""
+        # Not from the requests: some have ended since, or were preempted, and vLLM leaves their blocks in the prefix
+        # cache.
+        for _, table in self._computed:
+            first = first_of(invalid, table)
+            if first is not None:
+                yield table[first:]
 
 
 def first_of(blocks: AbstractSet[int], table: Sequence[int]) -> int | None:
