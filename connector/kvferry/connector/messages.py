@@ -188,10 +188,6 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):
     gauges: dict[int, WorkerGauges] = field(default_factory=dict)
     loads: dict[int, tuple[LoadEnded, ...]] = field(default_factory=dict)
 
-    def is_empty(self) -> bool:
-        """Whether no worker has news."""
-        return not (self.alive or self.over or self.gauges or self.loads)
-
     def aggregate(self, other: KVConnectorWorkerMetadata) -> FerryWorkerMetadata:
         """Add a later report, of other workers or of the same ones.
 

@@ -76,7 +76,7 @@ class FerryStats(KVConnectorStats):
             counters.setdefault(name, {})[label] = amount
         data = {
             "counters": counters,
-            "samples": {name: list(values) for name, values in samples.items()},
+            "samples": dict(samples),
             "gauges": dict(gauges or {}),
         }
         return cls(data=data)
@@ -89,13 +89,15 @@ class FerryStats(KVConnectorStats):
         has_loads = results.load_records or results.failed
         if not has_loads and not results.counts and not results.handshake_s:
             return None
-        counters: LabelledCounts = {
-            name: {"": amount} for name, amount in results.counts.items()
-        }
+        counters: LabelledCounts = {}
+        for name, amount in results.counts.items():
+            counters[name] = {"": amount}
         samples: dict[str, list[float]] = {}
         if results.handshake_s:
             samples["handshake_s"] = list(results.handshake_s)
-        failed = Counter(reason.value for reason in results.failed.values())
+        failed = Counter[str]()
+        for reason in results.failed.values():
+            failed[reason.value] += 1
         # Aborted loads are counted apart: a client that goes away is no fault of any engine.
         aborted = failed.pop(FailureReason.ABORTED.value, 0)
         if aborted:
@@ -138,9 +140,8 @@ class FerryStats(KVConnectorStats):
         return summary
 
     def is_empty(self) -> bool:
-        return not any(
-            self.data.get(kind) for kind in ("counters", "samples", "gauges")
-        )
+        data = self.data
+        return not (data.get("counters") or data.get("samples") or data.get("gauges"))
 
 
 def _counts_of(load: LoadRecord, labels: PeerLabels) -> dict[CounterKey, float]:
@@ -259,7 +260,13 @@ class EngineMonitor:
         leased_fraction = 0.0
         if usable_blocks > 0:
             leased_fraction = len(references) / usable_blocks
-        workers = self._workers.values()
+        used_bytes: float = 0
+        pool_bytes: float = 0
+        num_peers: float = 0
+        for worker in self._workers.values():
+            used_bytes = max(used_bytes, worker.staging_used_bytes)
+            pool_bytes = max(pool_bytes, worker.staging_pool_bytes)
+            num_peers = max(num_peers, worker.peers)
         return {
             "loads_now": loads.in_flight,
             "prompts_waiting_now": loads.waiting,
@@ -268,12 +275,8 @@ class EngineMonitor:
             "lease_slots": self._leases.slots.count,
             "leased_blocks_now": len(references),
             "leased_fraction_now": leased_fraction,
-            "staging_used_bytes": max(
-                (worker.staging_used_bytes for worker in workers), default=0
-            ),
-            "staging_pool_bytes": max(
-                (worker.staging_pool_bytes for worker in workers), default=0
-            ),
-            "peers_now": max((worker.peers for worker in workers), default=0),
+            "staging_used_bytes": used_bytes,
+            "staging_pool_bytes": pool_bytes,
+            "peers_now": num_peers,
             **loads.quarantine.gauges(time.monotonic()),
         }

@@ -106,7 +106,10 @@ class BlockDemand:
                 break
         # As vLLM: it leaves its watermark free only while something runs.
         watermark = self._blocks.watermark if is_any_running else 0
-        return [self.lacking(request) + watermark for request in waiting]
+        needs: list[int] = []
+        for request in waiting:
+            needs.append(self.lacking(request) + watermark)
+        return needs
 
     def lacking(self, request: Request) -> int:
         """Blocks that the whole sequence of a request lacks, with its lookahead tokens."""
@@ -294,7 +297,10 @@ class LeaseEviction:
         num_free += num_coming
         # A request that lacks more than all leases could give up is not admitted by eviction. It waits for running
         # ones, and the leases would end for nothing.
-        need = max((need for need in needs if need <= num_free + num_leased), default=0)
+        need = 0
+        for lacking in needs:
+            if lacking <= num_free + num_leased:
+                need = max(need, lacking)
         stalled_blocks = 0
         may_be_stalled = bool(needs) and not num_coming and num_free < longest
         if may_be_stalled:
@@ -403,7 +409,7 @@ class Admission:
     def _is_kept_out(self, entry: EngineRequest, *, may_load: bool) -> bool:
         if self._is_shut_out(entry):
             return True
-        if entry in self._moved or not may_load:
+        if not self._moved or entry in self._moved or not may_load:
             return False
         # vLLM reserves the blocks of failed loads that wait (`_inflight_prefills`) against all new loads. By priority a
         # load may stand before one of them: it would not begin because of the reservation, and vLLM would stop at it,

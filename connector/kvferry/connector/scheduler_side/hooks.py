@@ -102,9 +102,10 @@ class RequestLife:
         # First: nobody waits to hear of what is here already.
         if entry.record.search is not None:
             self._parts.pulls.looked_at(entry, num_local_tokens)
-        self._wait_for_answer(entry)
         if entry.record.waits_for_answer:
-            return None
+            self._wait_for_answer(entry)
+            if entry.record.waits_for_answer:
+                return None
         if entry.must_fail:
             return 1
         if self._may_get_slot_soon(entry):
@@ -136,7 +137,8 @@ class RequestLife:
         self._parts.tickets.admitted(entry)
         self._parts.prefix_leases.admitted(entry)
         self._parts.intake.admitted(entry)
-        self._parts.queries.admitted(entry, num_external_tokens)
+        if entry.must_fail:
+            self._parts.queries.admitted(entry, num_external_tokens)
         prompt = entry.record.prompt
         if prompt is not None:
             self._order_load(prompt, blocks, num_external_tokens)
@@ -168,7 +170,8 @@ class RequestLife:
         self._parts.intake.ended(entry)
         self._parts.prefix_leases.ended(entry)
         self._parts.channel.flush()
-        self._end_turn_while_draining(entry)
+        if self._parts.steps.drain.has_begun:
+            self._end_turn(entry)
         # A lease's blocks are not held by vLLM: the request would stay in its scheduler, and as long as it does the
         # engine steps every millisecond, on more than one core. So the lease has references of its own on them.
         ticket = self._parts.tickets.ended(entry, block_ids)
@@ -222,18 +225,15 @@ class RequestLife:
 
     def take_answers(self) -> None:
         """Apply the answers to queries: their requests load with the ticket, or are computed here."""
-        for settled in self._parts.queries.take():
-            self._parts.intake.answered(
-                settled, self._context.requests.find(settled.request_id)
-            )
-        if self._parts.queries.has_searches:
+        if self._parts.queries.are_open:
+            for settled in self._parts.queries.take():
+                entry = self._context.requests.find(settled.request_id)
+                self._parts.intake.answered(settled, entry)
             self._parts.pulls.take()
         self._parts.channel.flush()
 
     def _wait_for_answer(self, entry: EngineRequest) -> None:
         """Take answers, and wait for one to this request as long as the engine has nothing else to do."""
-        if not entry.record.waits_for_answer:
-            return
         self.take_answers()
         while entry.record.waits_for_answer:
             if not self._parts.steps.wait_for_answers(len(self._context.requests)):
@@ -277,14 +277,10 @@ class RequestLife:
                 "order_wait_s", prompt.ordered_s - prompt.offered_s
             )
 
-    def _end_turn_while_draining(self, entry: EngineRequest) -> None:
+    def _end_turn(self, entry: EngineRequest) -> None:
         """An engine that shuts down offers no answers any more: nobody will come for them."""
         lease = self._context.leases.running(entry.request_id)
-        if (
-            lease is not None
-            and lease.use is LeaseUse.TURN
-            and self._parts.steps.drain.has_begun
-        ):
+        if lease is not None and lease.use is LeaseUse.TURN:
             self._context.leases.abandon(entry.request_id)
 
 

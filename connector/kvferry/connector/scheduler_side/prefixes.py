@@ -457,7 +457,10 @@ class PrefixLeases:
         self._note_model(prompt.weights)
         listed = entry.listed_sequence
         is_listed = listed is not None and listed.generation == directory.generation
-        if is_listed or entry.request.resumable or _may_change(entry.request):
+        # The adapter may be another one from one step to the next.
+        adapter = entry.request.lora_request
+        may_change = adapter is not None and adapter.load_inplace
+        if is_listed or entry.request.resumable or may_change:
             return
         entry.listed_sequence = directory.admitted(
             prompt, entry.request.block_hashes, entry.request.num_tokens
@@ -593,8 +596,3 @@ class PrefixLeases:
     def _forget(self, taking: _Taking) -> None:
         self._taking.remove(taking)
         self._num_taken -= taking.num_taken
-
-
-def _may_change(request: Request) -> bool:
-    """True if the request's adapter may be another one from one step to the next."""
-    return request.lora_request is not None and request.lora_request.load_inplace

@@ -146,11 +146,14 @@ class PromptQueries:
         return len(self._answers) > 0 or len(self._found) > 0
 
     @property
-    def has_searches(self) -> bool:
-        """True if `take_found` may have something to do."""
-        # Most engines have none at most times, and this is asked twice a step.
+    def are_open(self) -> bool:
+        """True if `take` or `take_found` may have something to do, now or when a time is over."""
+        # Twice a step, and most engines have no query at most times: the lock and the timers cost them 9 µs a step. An
+        # answer that comes meanwhile wakes the loop, and is taken in the next step.
         searches = self.searches
-        return bool(self._found or searches.open or searches.unused)
+        if self._found or searches.open or searches.unused:
+            return True
+        return not self.queries.is_empty or len(self._answers) > 0
 
     @property
     def num_waiting(self) -> int:
@@ -202,7 +205,8 @@ class PromptQueries:
 
     def ended(self, entry: EngineRequest) -> None:
         """The request has ended, or does not wait any more; answered or not."""
-        self.queries.finished(entry.request_id)
+        if entry.record.query is not None:
+            self.queries.finished(entry.request_id)
         if entry.record.search is not None:
             self.searches.end(entry.request_id)
         self._parking.leave(entry)
@@ -214,9 +218,7 @@ class PromptQueries:
         entry.must_fail = True
 
     def admitted(self, entry: EngineRequest, num_external_tokens: int) -> None:
-        """vLLM has allocated blocks for a request, which fails if it is to."""
-        if not entry.must_fail:
-            return
+        """vLLM has allocated blocks for a request that is to fail."""
         entry.must_fail = False
         # Where vLLM loads nothing for it after all (it reads no prefix cache), it is computed here: to report a load
         # that vLLM does not know of would end the engine.
@@ -231,10 +233,6 @@ class PromptQueries:
 
     def take(self) -> Iterator[Settled]:
         """Take the queries that were settled since the last call, at most `MOST_AT_ONCE` of each kind."""
-        # Twice a step, and most engines have no query at most times: the lock and the timers cost them 9 µs a step. An
-        # answer that comes meanwhile wakes the loop, and is taken in the next step.
-        if self.queries.is_empty and not self.has_answers:
-            return
         now_s = time.monotonic()
         with self._lock:
             answers = self._answers.take_first(MOST_AT_ONCE)
@@ -254,8 +252,6 @@ class PromptQueries:
             wait_s: how long a request may wait for so many tokens more.
         """
         searches = self.searches
-        if not self.has_searches:
-            return
         now_s = time.monotonic()
         for _ in range(min(len(self._found), MOST_AT_ONCE)):
             producer, answer = self._found.popleft()

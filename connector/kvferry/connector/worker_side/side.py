@@ -39,6 +39,7 @@ from kvferry.connector.tracing.worker_events import WorkerTracing, worker_tracin
 from kvferry.link.allowed_hosts import allowed_hosts_of
 from kvferry.link.secrets import secrets_from_environment
 from kvferry.protocol.geometry import Place
+from kvferry.trace.events import LoadEnded
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.nixl import AgentConfig, NixlFabric
 from kvferry.worker.loads.results import StepResults
@@ -234,23 +235,29 @@ class WorkerSide:
         """Ended leases and loads; if changed, requests whose blocks may still be written, and the worker's gauges."""
         if self._watch.has_raised():
             return None
-        metadata = FerryWorkerMetadata()
-        if self._step.alive is not None:
-            metadata.alive[self._index] = self._step.alive
-        if self._step.sent or self._wants_report:
-            metadata.over[self._index] = frozenset(self._step.sent)
-        if self._step.gauges is not None:
-            metadata.gauges[self._index] = self._step.gauges
+        step = self._step
+        ended: tuple[LoadEnded, ...] = ()
         if self._tracing is not None:
-            loads = self._tracing.take()
-            if loads:
-                metadata.loads[self._index] = loads
+            ended = self._tracing.take()
+        reports_leases = bool(step.sent) or self._wants_report
+        has_news = step.alive is not None or step.gauges is not None or bool(ended)
+        if not reports_leases and not has_news:
+            return None
+        metadata = FerryWorkerMetadata()
+        if step.alive is not None:
+            metadata.alive[self._index] = step.alive
+        if reports_leases:
+            metadata.over[self._index] = frozenset(step.sent)
+        if step.gauges is not None:
+            metadata.gauges[self._index] = step.gauges
+        if ended:
+            metadata.loads[self._index] = ended
         # Each is reported once.
-        self._step.alive = None
-        self._step.sent = set()
-        self._step.gauges = None
+        step.alive = None
+        step.sent = set()
+        step.gauges = None
         self._wants_report = False
-        return None if metadata.is_empty() else metadata
+        return metadata
 
     def close(self) -> None:
         """Stop the thread and release the memory. Idempotent."""
