@@ -90,8 +90,8 @@ class FerryStats(KVConnectorStats):
         if not has_loads and not results.counts and not results.handshake_s:
             return None
         counters: LabelledCounts = {}
-        for name, amount in results.counts.items():
-            counters[name] = {"": amount}
+        for name, count in results.counts.items():
+            counters[name] = {"": count}
         samples: dict[str, list[float]] = {}
         if results.handshake_s:
             samples["handshake_s"] = list(results.handshake_s)
@@ -260,9 +260,9 @@ class EngineMonitor:
         leased_fraction = 0.0
         if usable_blocks > 0:
             leased_fraction = len(references) / usable_blocks
-        used_bytes: float = 0
-        pool_bytes: float = 0
-        num_peers: float = 0
+        used_bytes = 0
+        pool_bytes = 0
+        num_peers = 0
         for worker in self._workers.values():
             used_bytes = max(used_bytes, worker.staging_used_bytes)
             pool_bytes = max(pool_bytes, worker.staging_pool_bytes)

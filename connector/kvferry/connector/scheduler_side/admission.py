@@ -485,11 +485,7 @@ class StallWatch:
     """
 
     def __init__(self, context: SchedulerContext, loop: EngineLoop) -> None:
-        self._requests = context.requests
-        self._blocks = context.blocks
-        self._leases = context.leases
-        self._loads = context.loads
-        self._counters = context.counters
+        self._context = context
         self._loop = loop
         self._since_s: float | None = None  # on the leases' clock
         self._num_heartbeats = 0
@@ -500,29 +496,33 @@ class StallWatch:
         Args:
             computes: whether it computes tokens.
         """
-        if computes or self._loads.in_flight or not len(self._requests):
+        if computes or self._context.loads.in_flight or not len(self._context.requests):
             self._reset()
             return
         # On the leases' clock, which stands still while this process does not run: a paused machine is no stall.
-        clock_s = self._leases.clock_s
+        clock_s = self._context.leases.clock_s
         if self._since_s is None:
             self._since_s = clock_s
-        heartbeat_s = self._leases.clock.heartbeat_s
+        heartbeat_s = self._context.leases.clock.heartbeat_s
         # It reads all requests, so once in a heartbeat and not in every step.
         if clock_s < self._since_s + heartbeat_s * (self._num_heartbeats + 1):
             return
-        holding = [entry.request for entry in self._requests if self._is_over(entry)]
+        holding = [
+            entry.request for entry in self._context.requests if self._is_over(entry)
+        ]
         waiting = [
             entry.request
-            for entry in self._requests
+            for entry in self._context.requests
             if waits_for_blocks(entry.request) and entry.record.query is None
         ]
-        is_stalled = bool(holding) or (bool(waiting) and self._blocks.num_free > 0)
+        is_stalled = bool(holding) or (
+            bool(waiting) and self._context.blocks.num_free > 0
+        )
         if not is_stalled or self._loop.is_paused:
             self._reset()
             return
         self._num_heartbeats += 1
-        self._counters.add("stalled_heartbeats")
+        self._context.counters.add("stalled_heartbeats")
         if _is_power_of_two(self._num_heartbeats):  # it may last for hours
             self._log(clock_s - self._since_s, holding, waiting)
 
@@ -540,7 +540,7 @@ class StallWatch:
     def _log(
         self, lasted_s: float, holding: list[Request], waiting: list[Request]
     ) -> None:
-        num_pinned = self._loads.quarantine.num_blocks
+        num_pinned = self._context.loads.quarantine.num_blocks
         example = (holding or waiting)[0]
         advice = (
             "abort that request or restart this engine, and report this line as a bug"
@@ -554,10 +554,10 @@ class StallWatch:
             lasted_s,
             len(waiting),
             len(holding),
-            self._blocks.num_free,
-            self._blocks.num_blocks - 1,
+            self._context.blocks.num_free,
+            self._context.blocks.num_blocks - 1,
             num_pinned,
-            len(self._leases.block_references),
+            len(self._context.leases.block_references),
             example.request_id,
             example.num_tokens,
             example.status.name,

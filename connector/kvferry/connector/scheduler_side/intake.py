@@ -39,6 +39,7 @@ from kvferry.link.lease_commands import RemoteLease
 from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import Prompt, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams
+from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import NamedPrefill, RemoteDecode, RemotePrefill
 from kvferry.protocol.params_reader import (
     decode_params,
@@ -78,11 +79,7 @@ class RequestIntake:
         directory: PromptDirectory,
         pulls: PrefixIntake,
     ) -> None:
-        self._local = context.local
-        self._leases = context.leases
-        self._loads = context.loads
-        self._counters = context.counters
-        self._tracing = context.tracing
+        self._context = context
         self._trusted = trusted
         self._remote = remote
         self._queries = queries
@@ -138,14 +135,16 @@ class RequestIntake:
 
     def admitted(self, entry: EngineRequest) -> None:
         """The request has its own references on its blocks."""
-        self._release_own(entry)
+        if entry.own_lease is not None:
+            self._release_own(entry, entry.own_lease)
         if entry.session is not None:
             for params in entry.session.take_new_params(entry.request):
                 self._drop_update(entry.request_id, params)
 
     def ended(self, entry: EngineRequest) -> None:
         """The request has ended."""
-        self._release_own(entry)
+        if entry.own_lease is not None:
+            self._release_own(entry, entry.own_lease)
         if entry.session is not None:
             for params in entry.session.take_last_params(entry.request):
                 self._drop_update(entry.request_id, params)
@@ -157,7 +156,7 @@ class RequestIntake:
         prompt_tokens = entry.request.num_prompt_tokens if entry is not None else None
         params = _ticket_in(settled, prompt_tokens)
         if params is not None and self._trusted.allow(params.remote_host):
-            self._loads.decline(params)
+            self._context.loads.decline(params)
 
     def _apply_answer(self, settled: Settled, entry: EngineRequest) -> None:
         """The request loads with the ticket, is computed here, or fails."""
@@ -188,15 +187,14 @@ class RequestIntake:
                 "req=%s fails: the producer's request was aborted or has failed",
                 entry.request_id,
             )
-            self._counters.add("failed_requests")
+            self._context.counters.add("failed_requests")
             self._queries.fail(entry)
 
     # This engine's own leases, and later parts of sessions.
 
-    def _release_own(self, entry: EngineRequest) -> None:
-        if entry.own_lease is not None:
-            self._leases.release(entry.own_lease)
-            entry.own_lease = None
+    def _release_own(self, entry: EngineRequest, own_lease: LeaseName) -> None:
+        self._context.leases.release(own_lease)
+        entry.own_lease = None
 
     def _drop_update(self, request_id: str, raw: object) -> None:
         """Params on a later part of a session's input cannot be used: what they name is given back."""
@@ -206,24 +204,24 @@ class RequestIntake:
             self._update_computed_here(request_id, str(invalid))
             return
         if isinstance(params, RemoteDecode):
-            self._counters.add("prefills_kept")
+            self._context.counters.add("prefills_kept")
             logger.info(
                 "req=%s cannot be decoded elsewhere: it is a session of streamed input",
                 request_id,
             )
             return
         if isinstance(params, RemotePrefill):
-            if self._local.is_named_by(params):
-                self._leases.release(RemoteLease.from_params(params).name)
-            elif self._local.reads and self._trusted.allow(params.remote_host):
-                self._loads.decline(params)
+            if self._context.local.is_named_by(params):
+                self._context.leases.release(RemoteLease.from_params(params).name)
+            elif self._context.local.reads and self._trusted.allow(params.remote_host):
+                self._context.loads.decline(params)
         if params is not None:
             self._update_computed_here(
                 request_id, "vLLM loads a session's first part only"
             )
 
     def _update_computed_here(self, request_id: str, detail: str) -> None:
-        self._counters.add("local_recomputes", "session_update")
+        self._context.counters.add("local_recomputes", "session_update")
         logger.warning(
             "req=%s: a later part of its input is computed here (session_update): %s",
             request_id,
@@ -237,10 +235,10 @@ class RequestIntake:
         request = entry.request
         # Before the last tokens are left out: a consumer queries the prompt with all of it.
         num_tokens = request.num_prompt_tokens
-        prompt = self._local.prompt_of(request, num_tokens)
+        prompt = self._context.local.prompt_of(request, num_tokens)
         can_share = self._can_share(request)
         is_leased = can_share and self._remote.intend(request, LeaseUse.PROMPT)
-        if prompt is not None and self._local.is_read_from:
+        if prompt is not None and self._context.local.is_read_from:
             key = request_key(
                 request.request_id, read_transfer_id(request.kv_transfer_params)
             )
@@ -248,20 +246,20 @@ class RequestIntake:
             if not is_leased:
                 # Consumers that query it need not wait.
                 self._directory.over(request.request_id, "no_lease")
-        if not self._local.is_producer:
+        if not self._context.local.is_producer:
             self._remote.compute_here(
                 request, "wrong_role", "this engine is no producer (kv_role)"
             )
             return False
         if not can_share:
-            self._counters.add("prefills_kept")
+            self._context.counters.add("prefills_kept")
             logger.info(
                 "req=%s cannot be decoded elsewhere, and is served without params",
                 request.request_id,
             )
             return True
-        if self._tracing is not None:
-            self._tracing.prefill_arrived(request)
+        if self._context.tracing is not None:
+            self._context.tracing.prefill_arrived(request)
         logger.debug("req=%s is to be decoded elsewhere", request.request_id)
         turn = read_turn(request.kv_transfer_params or {}, num_tokens)
         if turn is not None:
@@ -270,21 +268,25 @@ class RequestIntake:
 
     def _can_share(self, request: Request) -> bool:
         """True if the prompt's cache will be usable elsewhere; then its last tokens are left out where they must be."""
-        if not self._local.is_producer or request.resumable or not has_tokens(request):
+        if (
+            not self._context.local.is_producer
+            or request.resumable
+            or not has_tokens(request)
+        ):
             return False
-        return leave_out(request, self._local.left_out)
+        return leave_out(request, self._context.local.left_out)
 
     def _accept_turn(self, entry: EngineRequest, turn: RemotePrefill) -> None:
         """The router names a decoder that holds the last turn, which this prefill may load."""
-        if self._local.is_named_by(turn):
+        if self._context.local.is_named_by(turn):
             self._remote.keep_own(entry, turn)
         elif not self._remote.may_connect(entry.request, turn):
             return
-        elif self._local.takes_turns:
+        elif self._context.local.takes_turns:
             self._remote.accept(entry, turn, PromptKind.TURN)
         else:
-            if self._local.is_consumer:
-                self._loads.decline(turn)
+            if self._context.local.is_consumer:
+                self._context.loads.decline(turn)
             detail = "bidirectional_kv_xfer is not set on this engine"
             self._remote.compute_here(entry.request, "turns_off", detail)
 
@@ -366,11 +368,7 @@ class RemotePromptIntake:
     """
 
     def __init__(self, context: SchedulerContext, trusted: TrustedHosts) -> None:
-        self._local = context.local
-        self._leases = context.leases
-        self._loads = context.loads
-        self._counters = context.counters
-        self._tracing = context.tracing
+        self._context = context
         self._trusted = trusted
 
     def accept(
@@ -381,20 +379,20 @@ class RemotePromptIntake:
     ) -> None:
         """Compare the prompt with what the producer has of it, and offer it to the ledger."""
         request = entry.request
-        if self._local.is_named_by(source):
+        if self._context.local.is_named_by(source):
             self.keep_own(entry, source)
         prompt = self.prompt_to_compare(request, source, source.remote_num_tokens, kind)
         if prompt is None:
             return
         if request.abort_immediately:
             # The front end rejected this request and passes it on only to have the remote blocks released.
-            self._loads.decline(source)
+            self._context.loads.decline(source)
             request.kv_transfer_params = without_transfer(request.kv_transfer_params)
             return
         shared = shared_tokens(prompt, source.kvferry.digests, source.remote_num_tokens)
         self._offer(request, source, shared, kind)
         is_handover = kind is PromptKind.HANDOVER
-        if self._local.offers_turns and is_handover and not request.resumable:
+        if self._context.local.offers_turns and is_handover and not request.resumable:
             self._expect_another_turn(request)
 
     def prompt_to_compare(
@@ -409,19 +407,19 @@ class RemotePromptIntake:
         Args:
             num_tokens: as for `LocalEngine.prompt_of`.
         """
-        if kind is PromptKind.HANDOVER and not self._local.is_consumer:
+        if kind is PromptKind.HANDOVER and not self._context.local.is_consumer:
             self.compute_here(
                 request, "wrong_role", "this engine is no consumer (kv_role)"
             )
             return None
-        if self._local.is_named_by(source):
+        if self._context.local.is_named_by(source):
             self.compute_here(
                 request, "local_engine", "the params name this engine itself"
             )
             return None
         if not self.may_connect(request, source):
             return None
-        prompt = self._local.prompt_of(request, num_tokens)
+        prompt = self._context.local.prompt_of(request, num_tokens)
         if prompt is None:
             detail = "a prompt of embeddings has no tokens to compare"
             self.compute_here(request, "prompt_embeds", detail)
@@ -445,14 +443,14 @@ class RemotePromptIntake:
 
         The lease protects the prefix hit, so it ends when the request has blocks of its own or is over.
         """
-        if source.kvferry.boot == self._local.memory.boot:
+        if source.kvferry.boot == self._context.local.memory.boot:
             entry.own_lease = RemoteLease.from_params(source).name
 
     def compute_here(self, request: Request, reason: str, detail: str) -> None:
         """Serve the request without a transfer; the reason is a label of metrics."""
-        self._counters.add("local_recomputes", reason)
-        if self._tracing is not None:
-            self._tracing.computed_here(request, reason)
+        self._context.counters.add("local_recomputes", reason)
+        if self._context.tracing is not None:
+            self._context.tracing.computed_here(request, reason)
         request.kv_transfer_params = without_transfer(request.kv_transfer_params)
         logger.warning(
             "req=%s is computed here (%s): %s", request.request_id, reason, detail
@@ -460,7 +458,7 @@ class RemotePromptIntake:
 
     def intend(self, request: Request, use: LeaseUse) -> bool:
         """Have the request get a lease when it is scheduled. False if it cannot."""
-        is_intended = self._leases.intend(request.request_id, use)
+        is_intended = self._context.leases.intend(request.request_id, use)
         if not is_intended:
             logger.warning(
                 "req=%s is served without a lease: a lease with its id has not ended",
@@ -471,7 +469,7 @@ class RemotePromptIntake:
     def _expect_another_turn(self, request: Request) -> None:
         """Record that its answer is offered, if the request has the remote lease."""
         # Sibling requests (`n > 1`) share one response, which has room for the params of one.
-        if self._loads.state(request.request_id) is not None:
+        if self._context.loads.state(request.request_id) is not None:
             self.intend(request, LeaseUse.TURN)
 
     def _offer(
@@ -481,20 +479,20 @@ class RemotePromptIntake:
         num_shared: int,
         kind: PromptKind,
     ) -> None:
-        is_all_or_nothing = self._local.is_all_or_nothing
+        is_all_or_nothing = self._context.local.is_all_or_nothing
         ends_elsewhere = source.remote_num_tokens != request.num_prompt_tokens
         if is_all_or_nothing and num_shared < source.remote_num_tokens:
             num_shared = 0
-        elif self._local.needs_whole_prompts and ends_elsewhere:
+        elif self._context.local.needs_whole_prompts and ends_elsewhere:
             # Every token of the producer's depends on where its prompt ends.
             num_shared = 0
         elif not self._windows_reach(source, request.num_prompt_tokens):
-            self._loads.decline(source)
+            self._context.loads.decline(source)
             detail = "it needs tokens whose blocks the producer, or vLLM here, frees"
             self.compute_here(request, "window_edge", detail)
             return
         num_shared = min(num_shared, request.num_prompt_tokens)
-        refused = self._loads.offer(
+        refused = self._context.loads.offer(
             request.request_id, source, num_shared, time.monotonic(), kind=kind
         )
         if refused is not None:
@@ -503,8 +501,8 @@ class RemotePromptIntake:
             )
             self.compute_here(request, refused, detail)
             return
-        if self._tracing is not None:
-            self._tracing.decode_arrived(request, source, num_shared)
+        if self._context.tracing is not None:
+            self._context.tracing.decode_arrived(request, source, num_shared)
         logger.debug(
             "req=%s: %d of %d tokens are held by engine %s as req=%s slot=%d",
             request.request_id,
@@ -519,12 +517,14 @@ class RemotePromptIntake:
         """True if this engine's windows and states find all tokens that they need in what the producer holds."""
         num_tokens = source.remote_num_tokens
         first_held = source.kvferry.held_from
-        if len(first_held) != len(self._local.groups):
+        if len(first_held) != len(self._context.local.groups):
             # A producer of an earlier version does not tell: then from the number of its blocks.
-            groups = zip(self._local.block_spans, source.remote_block_ids, strict=False)
+            groups = zip(
+                self._context.local.block_spans, source.remote_block_ids, strict=False
+            )
             first_held = tuple(
                 held_from(span, len(ids), num_tokens) for span, ids in groups
             )
-        return self._local.windows_reach(
-            self._local.block_spans, first_held, num_tokens, prompt_tokens
+        return self._context.local.windows_reach(
+            self._context.local.block_spans, first_held, num_tokens, prompt_tokens
         )

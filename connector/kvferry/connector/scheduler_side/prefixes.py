@@ -90,11 +90,7 @@ class PrefixIntake:
         configured: tuple[Producer, ...],
     ) -> None:
         self.estimate = estimate
-        self._local = context.local
-        self._requests = context.requests
-        self._loads = context.loads
-        self._counters = context.counters
-        self._tracing = context.tracing
+        self._context = context
         self._trusted = trusted
         self._queries = queries
         self._configured = configured
@@ -102,10 +98,10 @@ class PrefixIntake:
     def arrived(self, entry: EngineRequest) -> None:
         """A request has arrived that loads nothing else: ask for its prefix, if that may pay."""
         request = entry.request
-        if not self._local.asks_prefixes or not _wants_prefix(request):
+        if not self._context.local.asks_prefixes or not _wants_prefix(request):
             return
         num_tokens = request.num_prompt_tokens
-        if self._local.is_all_or_nothing:
+        if self._context.local.is_all_or_nothing:
             # vLLM computes a prompt's last token in any case. A state must not have seen that token, and its window
             # begins one token earlier than what is held of a longer prefix.
             num_tokens -= 1
@@ -136,7 +132,7 @@ class PrefixIntake:
     def take(self) -> None:
         """Apply what the sources have answered."""
         for search in self._queries.take_found(self.estimate.wait_s):
-            entry = self._requests.find(search.request_id)
+            entry = self._context.requests.find(search.request_id)
             if entry is None:
                 if search.best is not None:
                     self._give_back(search.best)
@@ -186,7 +182,7 @@ class PrefixIntake:
         if not asked:
             self._not_pulled(entry, *why_not)
             return
-        prompt = self._local.prompt_of(entry.request, most_tokens)
+        prompt = self._context.local.prompt_of(entry.request, most_tokens)
         if prompt is None:
             return
         self._queries.searches.start(
@@ -199,15 +195,15 @@ class PrefixIntake:
             until_s=now_s + self.estimate.wait_s(most_tokens),
         )
         self._queries.wait_for_search(entry)
-        self._counters.add("prefix_queries")
-        if self._tracing is not None:
-            self._tracing.prefix_asked(entry.request, most_tokens, len(asked))
+        self._context.counters.add("prefix_queries")
+        if self._context.tracing is not None:
+            self._context.tracing.prefix_asked(entry.request, most_tokens, len(asked))
 
     def _why_not(self, producer: Producer, now_s: float) -> tuple[str, str] | None:
         """Why an engine is not asked: the label of the metric, and a text for the log; None if it is."""
         host, port = producer
-        is_own_host = one_spelling(host) == one_spelling(self._local.host)
-        if is_own_host and port == self._local.port:
+        is_own_host = one_spelling(host) == one_spelling(self._context.local.host)
+        if is_own_host and port == self._context.local.port:
             return "local_engine", "the source is this engine itself"
         # The operator has named the configured ones; a client can name any.
         if producer in self._configured:
@@ -226,7 +222,7 @@ class PrefixIntake:
 
     def _settled(self, entry: EngineRequest, search: PrefixSearch) -> None:
         now_s = time.monotonic()
-        self._counters.sample("prefix_wait_s", now_s - search.begun_s)
+        self._context.counters.sample("prefix_wait_s", now_s - search.begun_s)
         source = search.best
         if source is None:
             # A later version of the answerer may have other reasons: they must not become labels of metrics.
@@ -245,7 +241,7 @@ class PrefixIntake:
     def _why_not_accepted(
         self, request: Request, search: PrefixSearch, source: RemotePrefill
     ) -> str | None:
-        if self._local.is_named_by(source):
+        if self._context.local.is_named_by(source):
             return "local_engine"
         if self._trusted.why_not(source.remote_host) is not None:
             return "host_not_allowed"
@@ -253,13 +249,13 @@ class PrefixIntake:
         if source.kvferry.stream_row is not None:
             return "invalid_answer"
         # The weights or the adapter may have changed while it waited: what was asked for is of the old ones.
-        now = self._local.prompt_of(request, search.most_tokens)
+        now = self._context.local.prompt_of(request, search.most_tokens)
         if now is None or not _has_same_model(now, search.chain.prompt):
             return "reset"
-        if len(source.kvferry.held_from) != len(self._local.groups):
+        if len(source.kvferry.held_from) != len(self._context.local.groups):
             return "invalid_answer"
-        is_reached = self._local.windows_reach(
-            self._local.block_spans,
+        is_reached = self._context.local.windows_reach(
+            self._context.local.block_spans,
             source.kvferry.held_from,
             source.remote_num_tokens,
             request.num_prompt_tokens,
@@ -278,14 +274,14 @@ class PrefixIntake:
         """Offer the prefix to the ledger. Returns why not, if it refuses."""
         num_tokens = source.remote_num_tokens
         shared = search.chain.shared_tokens(source.kvferry.digests, num_tokens)
-        if self._local.is_all_or_nothing and shared < num_tokens:
+        if self._context.local.is_all_or_nothing and shared < num_tokens:
             shared = 0
         # By who has answered, not by the address in the ticket: that one is the peer's own word.
         producer = search.best_from or _address_of(source)
         min_tokens = self.estimate.least_tokens(producer, now_s) or search.min_tokens
         if 0 < shared < min_tokens:
             return "below_threshold"
-        refused = self._loads.offer(
+        refused = self._context.loads.offer(
             entry.request_id,
             source,
             shared,
@@ -295,9 +291,9 @@ class PrefixIntake:
         )
         if refused is not None:
             return refused
-        self._counters.add("prefixes_found")
-        if self._tracing is not None:
-            self._tracing.decode_arrived(entry.request, source, shared)
+        self._context.counters.add("prefixes_found")
+        if self._context.tracing is not None:
+            self._context.tracing.decode_arrived(entry.request, source, shared)
         logger.debug(
             "req=%s: %d of %d tokens are read from engine %s as slot=%d: about %.1f ms at %.3g GB/s, in place of %.1f "
             "ms at %.0f tokens/s",
@@ -320,12 +316,12 @@ class PrefixIntake:
     def _give_back(self, ticket: RemotePrefill) -> None:
         # To this engine's own lease nothing is sent: it ends with its time.
         if self._trusted.allow(ticket.remote_host):
-            self._loads.decline(ticket)
+            self._context.loads.decline(ticket)
 
     def _not_pulled(self, entry: EngineRequest, reason: str, detail: str) -> None:
-        self._counters.add("prefixes_not_pulled", reason)
-        if self._tracing is not None:
-            self._tracing.prefix_not_pulled(entry.request, reason)
+        self._context.counters.add("prefixes_not_pulled", reason)
+        if self._context.tracing is not None:
+            self._context.tracing.prefix_not_pulled(entry.request, reason)
         # A prefix that is not there is ordinary, and a line for each request would hide the rest.
         level = logging.DEBUG
         if reason in _OPERATORS_FAULT:

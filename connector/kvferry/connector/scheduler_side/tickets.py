@@ -99,11 +99,7 @@ class TicketBuilder:
         self.builder = builder
         self.directory = directory
         self.can_stream = can_stream
-        self._local = context.local
-        self._requests = context.requests
-        self._leases = context.leases
-        self._blocks = context.blocks
-        self._counters = context.counters
+        self._context = context
         # A model with recurrent states moves them between blocks when a request ends, so there the blocks are held from
         # the end on. Such a prefill is always capped at one token (`intake.leave_out`): it ends with its prompt.
         self._holds_early = not context.local.has_states
@@ -114,7 +110,7 @@ class TicketBuilder:
     def admitted(self, entry: EngineRequest) -> None:
         """The request is scheduled, for the first time or again, and its lease has a slot."""
         self._take_backs.admitted(entry)
-        lease = self._leases.running(entry.request_id)
+        lease = self._context.leases.running(entry.request_id)
         if lease is None:
             self.directory.over(entry.request_id, "no_lease")
             return
@@ -124,7 +120,7 @@ class TicketBuilder:
         # is all that a decoder can compare with its own.
         prefill = self._prefills.get(entry)
         if prefill is None:
-            prompt = self._local.prompt_of(
+            prompt = self._context.local.prompt_of(
                 entry.request, entry.request.num_prompt_tokens
             )
             chain = GrowingChain(prompt) if prompt is not None else None
@@ -151,13 +147,13 @@ class TicketBuilder:
         for unsound in self._take_backs.begin_step(num_tokens, loads=loads):
             self._give_up(unsound)
         for request_id in preempted:
-            entry = self._requests.find(request_id)
+            entry = self._context.requests.find(request_id)
             if entry is not None and entry.ticket is not None:
                 # The request may be computed again late, or never: from now on only a renewal keeps its lease.
                 _, held = entry.ticket
-                self._leases.start_deadline(held)
+                self._context.leases.start_deadline(held)
         for entry, prefill in list(self._prefills.items()):
-            lease = self._leases.running(entry.request_id)
+            lease = self._context.leases.running(entry.request_id)
             if lease is None:
                 del self._prefills[entry]
             elif lease.state is LeaseState.COMPUTING:
@@ -174,11 +170,11 @@ class TicketBuilder:
         taken = self._take_backs.has_come(invalid)
         for unsound in taken.unsound:
             self._give_up(unsound)
-        for lease in self._leases.leases(LeaseState.HELD):
+        for lease in self._context.leases.leases(LeaseState.HELD):
             if not taken.not_filled.isdisjoint(lease.block_ids):
-                self._leases.end(lease, "abandoned")
+                self._context.leases.end(lease, "abandoned")
         # vLLM leaves the blocks in the prefix cache until they are computed again: later prompts would hit them.
-        self._blocks.forget_hits(taken.not_filled)
+        self._context.blocks.forget_hits(taken.not_filled)
         return taken.not_filled
 
     def _advance(
@@ -198,7 +194,7 @@ class TicketBuilder:
                 is_preempted or request.num_computed_tokens < stream.tokens
             )
             if has_lost_tokens:
-                self._leases.streams.restart(lease, stream)
+                self._context.leases.streams.restart(lease, stream)
         if not num_tokens:
             return
         num_complete = min(
@@ -230,7 +226,7 @@ class TicketBuilder:
             stream = self._begin_stream(prefill, lease)
         is_held = is_complete and self._holds_early
         if stream is not None:
-            table = self._blocks.table(entry.request_id)
+            table = self._context.blocks.table(entry.request_id)
             self._publish(lease, stream, table, num_complete, is_last=is_held)
         if is_held:
             del self._prefills[entry]
@@ -242,14 +238,14 @@ class TicketBuilder:
         # the decoder's prompt lacks, and vLLM has freed what has left a window since.
         entry = prefill.entry
         num_tokens = entry.request.num_prompt_tokens
-        block_ids = self._blocks.table(entry.request_id)
+        block_ids = self._context.blocks.table(entry.request_id)
         params = self.builder.build(
             entry.request, block_ids, num_tokens, lease, prefill.digests(num_tokens)
         )
         if params is None:
             return
         worker_blocks = self.builder.worker_blocks(params)
-        self._leases.complete(
+        self._context.leases.complete(
             entry.request_id, worker_blocks, distinct_blocks(block_ids)
         )
         entry.ticket = (params, lease)
@@ -269,15 +265,15 @@ class TicketBuilder:
             return None
         stream: PublishedStream | None = None
         if not self.can_stream:
-            self._counters.add("streams_refused", "engine")
+            self._context.counters.add("streams_refused", "engine")
         elif not queried.spans:
-            self._counters.add("streams_refused", "consumer")
+            self._context.counters.add("streams_refused", "consumer")
         elif not self.builder.windows_reach(
             request.num_prompt_tokens, queried.num_tokens, queried.spans
         ):
-            self._counters.add("streams_refused", "window")
+            self._context.counters.add("streams_refused", "window")
         else:
-            stream = self._leases.streams.begin(lease)
+            stream = self._context.leases.streams.begin(lease)
         if stream is None:
             prefill.is_refused = True  # counted once, not in every step
             return None
@@ -299,14 +295,14 @@ class TicketBuilder:
     ) -> None:
         blocks = self.builder.listed_blocks(block_ids, num_tokens, is_last=is_last)
         if not stream.goes_on_with(blocks):
-            self._leases.streams.restart(lease, stream)
-        self._leases.streams.publish(lease, stream, num_tokens, blocks)
+            self._context.leases.streams.restart(lease, stream)
+        self._context.leases.streams.publish(lease, stream, num_tokens, blocks)
 
     def _give_ticket(
         self, prefill: _Prefill, params: RemotePrefill, lease: ProducerLease
     ) -> None:
         """For a prompt that this step, or a later one, completes."""
-        ticket = sign_early(params, self._local.memory.mac_key, OPENS_WITHIN_S)
+        ticket = sign_early(params, self._context.local.memory.mac_key, OPENS_WITHIN_S)
         self.directory.ticket(
             prefill.entry.request_id, ticket, lease, cached_tokens=prefill.cached_tokens
         )
@@ -318,10 +314,12 @@ class TicketBuilder:
     ) -> IssuedTicket | None:
         """The request has ended: the params of its blocks, which are held, and the lease; None if they are not."""
         prefill = self._prefills.pop(entry, None)
+        lease = self._context.leases.running(entry.request_id)
+        ticket: IssuedTicket | None = None
         if entry.ticket is not None:
             ticket = self._end_held(entry, entry.ticket)
-        else:
-            ticket = self._issue_late(entry, block_ids, prefill)
+        elif lease is not None:
+            ticket = self._issue_late(entry, lease, block_ids, prefill)
         if ticket is not None:
             reason = ""
         elif has_ended_well(entry.request):
@@ -336,9 +334,9 @@ class TicketBuilder:
     ) -> IssuedTicket | None:
         """End a request whose blocks are held already; None if its lease was ended since."""
         _, lease = ticket
-        self._leases.request_ended(lease)
+        self._context.leases.request_ended(lease)
         if not has_ended_well(entry.request) and not lease.ended_by:
-            self._leases.end(lease, "abandoned")
+            self._context.leases.end(lease, "abandoned")
         if lease.ended_by not in _READ_OR_HELD:
             return None
         return ticket
@@ -346,14 +344,12 @@ class TicketBuilder:
     def _issue_late(
         self,
         entry: EngineRequest,
+        lease: ProducerLease,
         block_ids: Sequence[Sequence[int]],
         prefill: _Prefill | None,
     ) -> IssuedTicket | None:
         """Hold the blocks of a request that has ended, and give its ticket; None if they cannot be offered."""
         request = entry.request
-        lease = self._leases.running(entry.request_id)
-        if lease is None:
-            return None
         # Of what vLLM has taken back, and of what it has not answered yet, nothing counts here. So an unsettled request
         # that gets here is sound: vLLM has kept its tokens.
         num_tokens = self.builder.num_complete_tokens(request, lease.use)
@@ -370,10 +366,12 @@ class TicketBuilder:
                 digests = prefill.digests(num_tokens)
             params = self.builder.build(request, block_ids, num_tokens, lease, digests)
         if params is None:
-            self._leases.abandon(entry.request_id)
+            self._context.leases.abandon(entry.request_id)
             return None
         worker_blocks = self.builder.worker_blocks(params)
-        self._leases.finish(entry.request_id, worker_blocks, distinct_blocks(block_ids))
+        self._context.leases.finish(
+            entry.request_id, worker_blocks, distinct_blocks(block_ids)
+        )
         cached_tokens = prefill.cached_tokens if prefill is not None else None
         self.directory.ticket(
             entry.request_id, params, lease, cached_tokens=cached_tokens
@@ -389,9 +387,9 @@ class TicketBuilder:
 
     def _give_up(self, entry: EngineRequest) -> None:
         """What a request computes may not be read; it is answered all the same."""
-        lease = self._leases.running(entry.request_id)
+        lease = self._context.leases.running(entry.request_id)
         if lease is not None and lease.state is LeaseState.COMPUTING:
-            self._leases.abandon(entry.request_id)
+            self._context.leases.abandon(entry.request_id)
             self.directory.over(entry.request_id, "no_lease")
 
 
@@ -498,7 +496,9 @@ class ParamsBuilder:
         lease: ProducerLease,
         digests: tuple[str, ...],
     ) -> Ticket:
-        groups = zip(self._local.block_spans, blocks, strict=True)
+        first_held: list[int] = []
+        for span, ids in zip(self._local.block_spans, blocks, strict=True):
+            first_held.append(held_from(span, len(ids), num_tokens))
         return Ticket(
             version=PARAMS_VERSION,
             boot=self._local.memory.boot,
@@ -507,9 +507,7 @@ class ParamsBuilder:
             lease_s=self._lease_s,
             digests=digests,
             mac=_NO_MAC,
-            held_from=tuple(
-                held_from(span, len(ids), num_tokens) for span, ids in groups
-            ),
+            held_from=tuple(first_held),
         )
 
     def build_stream(
@@ -562,8 +560,10 @@ class ParamsBuilder:
         """The blocks of the first `num_tokens` tokens of a request, per transferred group."""
         # vLLM may have one more block, for the token of a step that was in flight when the request stopped.
         transferred = self._kv_cache_config.select_transfer_block_ids(block_ids)
-        groups = zip(transferred, self._local.block_spans, strict=True)
-        return tuple(ids[: -(-num_tokens // span)] for ids, span in groups)
+        blocks: list[Sequence[int]] = []
+        for ids, span in zip(transferred, self._local.block_spans, strict=True):
+            blocks.append(ids[: -(-num_tokens // span)])
+        return tuple(blocks)
 
     def listed_blocks(
         self, block_ids: Sequence[Sequence[int]], num_tokens: int, *, is_last: bool
@@ -631,9 +631,7 @@ class ParamsBuilder:
         self, block_ids: Sequence[Sequence[int]], num_tokens: int
     ) -> Blocks:
         """The blocks of the first `num_tokens` tokens, without the null blocks of those that left their window."""
-        return tuple(
-            _without_leading_nulls(ids) for ids in self.blocks_of(block_ids, num_tokens)
-        )
+        return tuple(map(_without_leading_nulls, self.blocks_of(block_ids, num_tokens)))
 
 
 def _without_leading_nulls(ids: Sequence[int]) -> tuple[int, ...]:
