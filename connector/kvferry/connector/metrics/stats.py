@@ -119,7 +119,11 @@ class FerryStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> FerryStats:
         # Gauges replace earlier ones: only the scheduler reports them, with the latest values of each worker.
-        _add(self.data.setdefault("counters", {}), other.data.get("counters", {}))
+        counters: LabelledCounts = self.data.setdefault("counters", {})
+        for name, more in other.data.get("counters", {}).items():
+            by_label = counters.setdefault(name, {})
+            for label, amount in more.items():
+                by_label[label] = by_label.get(label, 0) + amount
         for name, values in other.data.get("samples", {}).items():
             self.data.setdefault("samples", {}).setdefault(name, []).extend(values)
         self.data.setdefault("gauges", {}).update(other.data.get("gauges", {}))
@@ -207,14 +211,6 @@ def _samples_of(load: LoadRecord) -> dict[str, float]:
     return samples
 
 
-def _add(counters: LabelledCounts, more: Mapping[str, Mapping[str, float]]) -> None:
-    """Add `more` to `counters`, in place."""
-    for name, by_label in more.items():
-        ours = counters.setdefault(name, {})
-        for label, amount in by_label.items():
-            ours[label] = ours.get(label, 0) + amount
-
-
 class EngineMonitor:
     """The statistics of one engine's scheduler: reads both ledgers, and changes nothing.
 
@@ -223,6 +219,7 @@ class EngineMonitor:
 
     Attributes:
         counters: of this engine.
+        workers: the latest gauges of each worker.
     """
 
     def __init__(
@@ -236,12 +233,8 @@ class EngineMonitor:
         self._leases = leases
         self._loads = loads
         self._blocks = blocks
-        self._workers: dict[int, WorkerGauges] = {}
+        self.workers: dict[int, WorkerGauges] = {}
         self._reported_gauges: dict[str, float] = {}
-
-    def update(self, gauges: Mapping[int, WorkerGauges]) -> None:
-        """Take the latest values of some workers."""
-        self._workers.update(gauges)
 
     def take_stats(self) -> FerryStats | None:
         """Counters and samples since the last call, and gauges that have changed."""
@@ -263,7 +256,7 @@ class EngineMonitor:
         used_bytes = 0
         pool_bytes = 0
         num_peers = 0
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             used_bytes = max(used_bytes, worker.staging_used_bytes)
             pool_bytes = max(pool_bytes, worker.staging_pool_bytes)
             num_peers = max(num_peers, worker.peers)

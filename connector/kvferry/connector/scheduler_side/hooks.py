@@ -393,7 +393,7 @@ class EngineStep:
     def _apply_report(self, report: FerryWorkerMetadata) -> None:
         # First: vLLM frees the blocks of failed loads at once, and some may still be written.
         self._context.loads.quarantine.update(report.alive, time.monotonic())
-        self._monitor.update(report.gauges)
+        self._monitor.workers.update(report.gauges)
         if self._context.tracing is not None:
             self._context.tracing.loads_reported(report.loads)
         for worker, ended in report.over.items():

@@ -168,7 +168,8 @@ class SideChannel:
                 self.local.memory.boot,
                 self._counters,
             )
-        self.poll()
+        if self._prewarmer is not None:
+            self.poll()
         while self._prewarmed:
             self._loads.prewarms.expect(self._prewarmed.popleft(), time.monotonic())
 

@@ -71,21 +71,15 @@ class UnsoundRequests:
 
     It is not enough to do so once, when vLLM reports what was not filled: a block that such a request has filled in
     part has no hash yet, and gets one in the step that fills it.
+
+    Attributes:
+        first: by request, the position of the first block that it fills from its wrong beginning.
     """
 
     def __init__(self, requests: EngineRequests, blocks: EngineBlocks) -> None:
         self._requests = requests
         self._blocks = blocks
-        # The position of the first block that each fills from its wrong beginning.
-        self._first: dict[EngineRequest, int] = {}
-
-    def add(self, entry: EngineRequest, position: int) -> None:
-        """A request goes on, and the blocks from this position of its table on are not to be hit."""
-        self._first[entry] = position
-
-    def admitted(self, entry: EngineRequest) -> None:
-        """The request has begun anew, with other blocks."""
-        self._first.pop(entry, None)
+        self.first: dict[EngineRequest, int] = {}
 
     def scheduled(self, num_tokens: Mapping[str, int]) -> tuple[EngineRequest, ...]:
         """Take what a step has unsound requests fill out of the prefix cache.
@@ -93,17 +87,15 @@ class UnsoundRequests:
         Returns:
             The requests that have hit such a block in this very step: they are unsound as well.
         """
-        if not self._first:
-            return ()
         ended = [
             entry
-            for entry in self._first
+            for entry in self.first
             if self._requests.find(entry.request_id) is not entry
         ]
         for entry in ended:
-            del self._first[entry]
+            del self.first[entry]
         filled = set[int]()
-        for entry, first in self._first.items():
+        for entry, first in self.first.items():
             if entry.request_id in num_tokens:
                 filled.update(self._blocks.table(entry.request_id)[0][first:])
         # vLLM gives a block its hash when it schedules the step that fills it, so requests that it has scheduled after
@@ -120,12 +112,12 @@ class UnsoundRequests:
         """One more request of this step that has one of these blocks, which now is unsound; None if there is none."""
         for request_id in num_tokens:
             entry = self._requests.find(request_id)
-            if entry is None or entry in self._first:
+            if entry is None or entry in self.first:
                 continue
             table = self._blocks.table(request_id)[0]
             first = first_of(filled, table)
             if first is not None:
-                self._first[entry] = first
+                self.first[entry] = first
                 filled.update(table[first:])
                 return entry
         return None
@@ -176,7 +168,8 @@ class TakeBacks:
     def admitted(self, entry: EngineRequest) -> None:
         """vLLM has allocated the first blocks of a request, for the first time or again; their step begins later."""
         self._admitted.append(entry)
-        self._unsound.admitted(entry)
+        # If it is unsound, it begins anew, with other blocks.
+        self._unsound.first.pop(entry, None)
 
     def begin_step(
         self, num_tokens: Mapping[str, int], *, loads: bool
@@ -206,6 +199,8 @@ class TakeBacks:
             self._computed.clear()
         else:
             self._note_computed(num_tokens)
+        if not self._unsound.first:
+            return ()
         return self._unsound.scheduled(num_tokens)
 
     def is_unsettled(self, entry: EngineRequest) -> bool:
@@ -237,7 +232,7 @@ class TakeBacks:
             span = self._spans[0]
             num_computed = entry.request.num_computed_tokens
             if num_computed > first * span:
-                self._unsound.add(entry, num_computed // span)
+                self._unsound.first[entry] = num_computed // span
                 unsound.append(entry)
         return TakenBack(not_filled, tuple(unsound))
 

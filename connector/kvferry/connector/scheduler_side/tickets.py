@@ -631,14 +631,13 @@ class ParamsBuilder:
         self, block_ids: Sequence[Sequence[int]], num_tokens: int
     ) -> Blocks:
         """The blocks of the first `num_tokens` tokens, without the null blocks of those that left their window."""
-        return tuple(map(_without_leading_nulls, self.blocks_of(block_ids, num_tokens)))
-
-
-def _without_leading_nulls(ids: Sequence[int]) -> tuple[int, ...]:
-    for index, block in enumerate(ids):
-        if block != NULL_BLOCK:
-            return tuple(ids[index:])
-    return ()
+        transferable: list[tuple[int, ...]] = []
+        for ids in self.blocks_of(block_ids, num_tokens):
+            first = 0
+            while first < len(ids) and ids[first] == NULL_BLOCK:
+                first += 1
+            transferable.append(tuple(ids[first:]))
+        return tuple(transferable)
 
 
 def _last_not_null(ids: Sequence[int]) -> int:
