@@ -21,8 +21,8 @@ from kvferry.connector.scheduler_side.intake import (
 from kvferry.connector.scheduler_side.prefixes import PrefixIntake
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerContext
-from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.core import EngineLoop
+from kvferry.connector.vllm.scheduler import EngineBlocks
 from kvferry.link.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology

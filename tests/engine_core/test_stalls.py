@@ -15,7 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.requests import MAX_LOOKED_AT
-from kvferry.connector.vllm.blocks import EngineBlocks
+from kvferry.connector.vllm.scheduler import EngineBlocks
 from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.engine_core.stalls import Life

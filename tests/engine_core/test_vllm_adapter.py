@@ -12,7 +12,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core.block_pool import BlockPool
 
 from kvferry.connector.vllm.attention import cpu_attention_isa
-from kvferry.connector.vllm.blocks import EngineBlocks
+from kvferry.connector.vllm.scheduler import EngineBlocks
 from kvferry.protocol.errors import UnsupportedVllm
 from tests.engine_core.test_idle import prefill
 from tests.harness.core.scheduler import tokens

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvferry.connector.metrics.tables import OTHER_PEERS
-from kvferry.connector.vllm.blocks import EngineBlocks
+from kvferry.connector.vllm.scheduler import EngineBlocks
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.counters import CounterKey, Counters

@@ -47,9 +47,9 @@ from kvferry.connector.scheduler_side.requests import (
     SchedulerContext,
 )
 from kvferry.connector.scheduler_side.steps import Steps
-from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.core import EngineLoop
-from kvferry.connector.vllm.requests import (
+from kvferry.connector.vllm.scheduler import (
+    EngineBlocks,
     is_running,
     needs_blocks,
     waits_for_blocks,

@@ -33,7 +33,7 @@ from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.taken_back import UndoneSteps
 from kvferry.connector.scheduler_side.tickets import TicketBuilder
-from kvferry.connector.vllm.requests import has_ended_by_error
+from kvferry.connector.vllm.scheduler import has_ended_by_error
 from kvferry.protocol.orders import encode_head, encode_orders
 from kvferry.scheduler.consumer.remote_prompt import (
     IN_FLIGHT,

@@ -29,7 +29,7 @@ from kvferry.connector.scheduler_side.prompt_queries import (
 )
 from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerContext
 from kvferry.connector.scheduler_side.sessions import Session
-from kvferry.connector.vllm.requests import (
+from kvferry.connector.vllm.scheduler import (
     cut_prompt,
     has_tokens,
     report_cached_tokens,

@@ -39,7 +39,7 @@ from kvferry.connector.scheduler_side.taken_back import TakeBacks
 from kvferry.connector.scheduler_side.tickets import ParamsBuilder
 from kvferry.connector.vllm.core import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
-from kvferry.connector.vllm.requests import hint_actions
+from kvferry.connector.vllm.scheduler import hint_actions
 from kvferry.link.allowed_hosts import TrustedHosts
 from kvferry.link.query_commands import Producer
 from kvferry.protocol.digests import CHUNK_TOKENS, GrowingChain, Prompt

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.sessions import Session
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
-from kvferry.connector.vllm.blocks import EngineBlocks
-from kvferry.connector.vllm.requests import can_park, park, unpark
+from kvferry.connector.vllm.scheduler import EngineBlocks, can_park, park, unpark
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ledger import ConsumerLedger

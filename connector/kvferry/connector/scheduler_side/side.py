@@ -34,9 +34,9 @@ from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.taken_back import TakeBacks, UndoneSteps
 from kvferry.connector.scheduler_side.tickets import ParamsBuilder, TicketBuilder
 from kvferry.connector.tracing.scheduler_events import scheduler_tracing
-from kvferry.connector.vllm.blocks import EngineBlocks
 from kvferry.connector.vllm.core import CacheResets, EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
+from kvferry.connector.vllm.scheduler import EngineBlocks
 from kvferry.link.allowed_hosts import TrustedHosts, allowed_hosts_of
 from kvferry.link.load_notifier import LoadListener
 from kvferry.link.secrets import secrets_from_environment

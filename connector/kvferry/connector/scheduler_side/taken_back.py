@@ -28,7 +28,7 @@ from kvferry.connector.scheduler_side.requests import (
     EngineRequest,
     EngineRequests,
 )
-from kvferry.connector.vllm.blocks import EngineBlocks
+from kvferry.connector.vllm.scheduler import EngineBlocks
 
 
 class UndoneSteps:

@@ -22,8 +22,11 @@ from kvferry.connector.scheduler_side.requests import (
     SchedulerContext,
 )
 from kvferry.connector.scheduler_side.taken_back import TakeBacks
-from kvferry.connector.vllm.blocks import distinct_blocks
-from kvferry.connector.vllm.requests import cached_tokens_of, has_ended_well
+from kvferry.connector.vllm.scheduler import (
+    cached_tokens_of,
+    distinct_blocks,
+    has_ended_well,
+)
 from kvferry.plan.blocks import NULL_BLOCK
 from kvferry.plan.tokens import first_needed, held_from
 from kvferry.protocol.digests import GrowingChain, digest_chain

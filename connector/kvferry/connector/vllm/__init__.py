@@ -6,13 +6,13 @@ Nothing else in this package imports `vllm.v1` at run time or reads a private at
 | file | what | without it |
 | --- | --- | --- |
 | `version.py` | the version | the start ends, unless `KVFERRY_ALLOW_VLLM` names it |
-| `blocks.py` | references on blocks of the pool (`EngineBlocks`) | the start ends |
+| `scheduler.py` | references on blocks of the pool (`EngineBlocks`) | the start ends |
 | `attention.py` | the CPU backend's packing of keys, on that backend | the start ends |
-| `requests.py` | the status of a request | the start ends |
-| `requests.py` | a status of waiting requests that are skipped (`park`) | every step costs more |
-| `requests.py` | the tokens of a prompt whose last ones are left out | such a prompt is computed twice |
-| `requests.py` | a request's count of cached tokens | with both legs at once, usage is the decoder's |
-| `blocks.py` | the number of blocks that a request lacks | leases are not evicted |
+| `scheduler.py` | the status of a request | the start ends |
+| `scheduler.py` | a status of waiting requests that are skipped (`park`) | every step costs more |
+| `scheduler.py` | the tokens of a prompt whose last ones are left out | such a prompt is computed twice |
+| `scheduler.py` | a request's count of cached tokens | with both legs at once, usage is the decoder's |
+| `scheduler.py` | the number of blocks that a request lacks | leases are not evicted |
 | `core.py` | the engine's loop (`EngineLoop`) | an idle engine is not woken, and no pause is seen |
 | `core.py` | the weights' version, calls that change them | updated ones are taken for those of the start |
 | `sleep.py` | the backend of sleep mode, with sleep mode or its allocator | the start ends |
