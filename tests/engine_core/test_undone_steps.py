@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import BLOCK_TOKENS, tokens
 from tests.harness.core.toy_model import expected_tokens
@@ -17,9 +19,13 @@ NODE = {"num_blocks": 80, "max_tokens": 512, "max_step_tokens": 128}
 
 
 @promise(1)
-def test_what_a_step_that_was_undone_would_have_computed_is_not_hit(make: Any) -> None:
+@pytest.mark.parametrize("overlap", [False, True], ids=["one step", "overlapping"])
+def test_what_a_step_that_was_undone_would_have_computed_is_not_hit(
+    make: Any, overlap: bool
+) -> None:
     """A prefill is taken out of a step again, since a request of higher priority needs a block and none is free."""
-    node = make("kv_both", **NODE, scheduling="priority")
+    # Where steps overlap, an engine that loads frees no block of a request in flight, and so undoes no step.
+    node = make("kv_producer", **NODE, scheduling="priority", overlap=overlap)
     scheduler = node.engine.scheduler
     scheduler.scheduler_config.long_prefill_token_threshold = CHUNK
     pool = scheduler.kv_cache_manager.block_pool
