@@ -13,8 +13,7 @@ from bench.soak_engine import LEASE_S, LOAD_TIMEOUT_S, SoakEngine
 from bench.soak_fabric import ERRORS, METHODS, SoakFabric
 from bench.soak_schedule import Fault, Script
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.params_reader import read_params
+from kvferry.protocol.params import RemotePrefill, read_params
 from tests.harness.gates import Hold
 from tests.harness.prefills import Prefill
 

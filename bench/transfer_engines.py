@@ -32,7 +32,7 @@ from kvferry.protocol.orders import (
     encode_head,
     encode_orders,
 )
-from kvferry.protocol.params_mac import new_mac_key
+from kvferry.protocol.params import new_mac_key
 from kvferry.scheduler.counters import Counters
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import Device

@@ -15,8 +15,7 @@ from bench.transfer_engines import HOST, Bench, Lease, ProducerAddress, make_wor
 from bench.transfer_shapes import Scenario
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.orders import LoadOrder, StepOrders, encode_head, encode_orders
-from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.params_mac import sign_params
+from kvferry.protocol.params import RemotePrefill, Ticket, sign_params
 from kvferry.worker import worker as worker_module
 from kvferry.worker.fabric.port import PeerAgent
 from kvferry.worker.loads.results import LoadRecord, ResultBox

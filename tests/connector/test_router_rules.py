@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.params import RemoteDecode
-from kvferry.protocol.params_reader import read_params
+from kvferry.protocol.params import RemoteDecode, read_params
 from tests.engine_core.offers import offer
 from tests.harness.core.scheduler import tokens
 

@@ -8,8 +8,7 @@ from typing import Any
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.handshake import Release
 from kvferry.protocol.ids import epoch_to_text, new_boot_id, new_epoch
-from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.params_mac import new_mac_key, sign_params
+from kvferry.protocol.params import RemotePrefill, Ticket, new_mac_key, sign_params
 from kvferry.scheduler.counters import Counters
 from tests.harness.core.scheduler import BLOCK_TOKENS
 from tests.link.channel import HOST, RecordingListener

@@ -10,9 +10,7 @@ import zmq
 
 from kvferry.protocol.digests import CHUNK_TOKENS, Prompt, digest_chain
 from kvferry.protocol.handshake import encode
-from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.params_mac import check_params_mac
-from kvferry.protocol.params_reader import decode_params
+from kvferry.protocol.params import RemotePrefill, check_params_mac, decode_params
 from kvferry.protocol.prefix_queries import FindPrefixes, PrefixQuery, chain_bytes
 from kvferry.protocol.prompt_queries import (
     Answer,

@@ -6,9 +6,7 @@ from typing import Any
 
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.handshake import encode
-from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.params_mac import check_params_mac
-from kvferry.protocol.params_reader import decode_params
+from kvferry.protocol.params import RemotePrefill, check_params_mac, decode_params
 from kvferry.protocol.prompt_queries import (
     Answer,
     PromptProgress,

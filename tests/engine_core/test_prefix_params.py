@@ -18,8 +18,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from kvferry.link import limits
 from kvferry.link.limits import Backoff
-from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.params_reader import read_params
+from kvferry.protocol.params import RemotePrefill, read_params
 from kvferry.protocol.prefix_queries import PrefixQuery
 from kvferry.protocol.prompt_queries import Answer, PromptProgress
 from kvferry.scheduler.consumer.pull_estimate import (

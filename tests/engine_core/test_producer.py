@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.params_reader import read_params
+from kvferry.protocol.params import RemotePrefill, read_params
 from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, SchedulerEngine, tokens
 
 PROMPT = tokens(40)

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.connector.tracing.worker_events import load_event
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.params_reader import read_params
+from kvferry.protocol.params import read_params
 from kvferry.trace.events import (
     AnyEvent,
     ChunkSpan,

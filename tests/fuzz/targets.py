@@ -48,9 +48,16 @@ from kvferry.protocol.orders import (
     decode_orders,
     encode_orders,
 )
-from kvferry.protocol.params import MAX_KEYS, RemoteDecode, RemotePrefill
-from kvferry.protocol.params_mac import check_params_mac, sign_params
-from kvferry.protocol.params_reader import decode_params, read_params, read_turn
+from kvferry.protocol.params import (
+    MAX_KEYS,
+    RemoteDecode,
+    RemotePrefill,
+    check_params_mac,
+    decode_params,
+    read_params,
+    read_turn,
+    sign_params,
+)
 from kvferry.protocol.prefix_queries import FindPrefixes
 from kvferry.protocol.prefix_sources import (
     FETCH,

@@ -49,8 +49,13 @@ from kvferry.protocol.notifications import (
     encode_notification,
 )
 from kvferry.protocol.orders import LeaseOpen
-from kvferry.protocol.params import MAX_BLOCKS, MAX_DIGESTS, MAX_GROUPS, MAX_KEYS
-from kvferry.protocol.params_reader import read_params
+from kvferry.protocol.params import (
+    MAX_BLOCKS,
+    MAX_DIGESTS,
+    MAX_GROUPS,
+    MAX_KEYS,
+    read_params,
+)
 from kvferry.protocol.prompt_queries import MAX_QUERIES, Subscribe
 from kvferry.worker.leases import MAX_CONSUMERS, LeaseTable
 from tests.cli.plan.forms import read_form

@@ -12,8 +12,7 @@ import msgspec
 
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import LeaseName, ModelFacts
-from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.params_mac import sign_params
+from kvferry.protocol.params import RemotePrefill, sign_params
 from kvferry.worker.device import HOST, Device
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.staging.pool import StagingPool

@@ -12,8 +12,7 @@ from kvferry.link.secrets import Secrets
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.handshake import Release
-from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.params_reader import read_params
+from kvferry.protocol.params import RemotePrefill, read_params
 from kvferry.protocol.prefix_queries import FindPrefixes, PrefixQuery, chain_bytes
 from kvferry.protocol.prompt_queries import (
     Answer,

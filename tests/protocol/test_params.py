@@ -17,8 +17,9 @@ from kvferry.protocol.params import (
     RemoteDecode,
     RemotePrefill,
     Ticket,
+    read_params,
+    read_turn,
 )
-from kvferry.protocol.params_reader import read_params, read_turn
 from tests.protocol.samples import make_params, make_ticket, params_of_length
 
 NAMES = st.text(

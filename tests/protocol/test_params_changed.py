@@ -13,8 +13,7 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.params_mac import sign_params
-from kvferry.protocol.params_reader import read_params, read_turn
+from kvferry.protocol.params import read_params, read_turn, sign_params
 from tests.draws import draws
 from tests.protocol.samples import KEY, make_params
 

@@ -15,8 +15,6 @@ from kvferry.protocol.params import (
     MAX_GROUPS,
     MAX_KEYS,
     RemotePrefill,
-)
-from kvferry.protocol.params_reader import (
     decode_params,
     most_blocks,
     read_params,

@@ -12,9 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.params import SHORTEST_LEASE_S, RemotePrefill, Ticket
-from kvferry.protocol.params_mac import check_params_mac, sign_early, sign_params
-from kvferry.protocol.params_reader import read_params
+from kvferry.protocol.params import (
+    SHORTEST_LEASE_S,
+    RemotePrefill,
+    Ticket,
+    check_params_mac,
+    read_params,
+    sign_early,
+    sign_params,
+)
 from tests.protocol.samples import KEY, make_params, make_ticket
 from tests.protocol.test_params import remote_prefills
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.params import RemoteDecode
-from kvferry.protocol.params_reader import read_params
+from kvferry.protocol.params import RemoteDecode, read_params
 from kvferry.protocol.prefix_sources import (
     MAX_ACTIONS,
     MAX_SOURCES,

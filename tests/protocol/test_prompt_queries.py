@@ -17,7 +17,7 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.params_reader import decode_params
+from kvferry.protocol.params import decode_params
 from kvferry.protocol.prompt_queries import (
     Answer,
     Answers,

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.params import NamedPrefill, RemoteDecode
-from kvferry.protocol.params_reader import read_params, read_transfer_id
+from kvferry.protocol.params import (
+    NamedPrefill,
+    RemoteDecode,
+    read_params,
+    read_transfer_id,
+)
 from kvferry.protocol.prefix_sources import read_sources
 from kvferry.protocol.prompt_queries import request_key
 

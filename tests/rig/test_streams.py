@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
-from kvferry.protocol.params_mac import sign_params
+from kvferry.protocol.params import sign_params
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.state import LoadState
 from kvferry.worker.loads.streamed_read import StreamedRead

@@ -50,9 +50,15 @@ from kvferry.protocol.orders import (
     encode_head,
     encode_orders,
 )
-from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
-from kvferry.protocol.params_mac import new_mac_key, sign_params
-from kvferry.protocol.params_reader import read_params
+from kvferry.protocol.params import (
+    PARAMS_VERSION,
+    Blocks,
+    RemotePrefill,
+    Ticket,
+    new_mac_key,
+    read_params,
+    sign_params,
+)
 from kvferry.protocol.visible import escape_logs
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES

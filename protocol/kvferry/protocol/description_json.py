@@ -24,7 +24,7 @@ from kvferry.protocol.handshake import (
     WorkerDescription,
 )
 from kvferry.protocol.ids import MAX_WORKERS, Hex128, Positive, Text
-from kvferry.protocol.params_mac import MAC_KEY_BYTES
+from kvferry.protocol.params import MAC_KEY_BYTES
 
 DESCRIPTION_JSON_VERSION = 1
 MAX_DESCRIPTION_JSON_BYTES = 256 << 20

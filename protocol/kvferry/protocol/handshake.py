@@ -55,7 +55,7 @@ from kvferry.protocol.ids import (
     SlotIndex,
     Text,
 )
-from kvferry.protocol.params_mac import MAC_KEY_BYTES
+from kvferry.protocol.params import MAC_KEY_BYTES
 from kvferry.protocol.prefix_queries import FindPrefixes
 from kvferry.protocol.prompt_queries import Answers, Subscribe, Unsubscribe
 from kvferry.protocol.shared_memory import SharedMemory

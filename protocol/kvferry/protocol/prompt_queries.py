@@ -128,7 +128,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: of the query.
         progress: how far the prompt is.
-        params: with a ticket, the params of the producer's response (read by `params_reader.decode_params`).
+        params: with a ticket, the params of the producer's response (read by `params.decode_params`).
         reason: why it is over, or not known, as a label of metrics.
         cached_tokens: with a ticket, the prompt's tokens that the producer had in its cache.
     """

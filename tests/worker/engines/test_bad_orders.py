@@ -16,8 +16,7 @@ from kvferry.protocol.orders import (
     encode_head,
     encode_orders,
 )
-from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.params_mac import sign_params
+from kvferry.protocol.params import RemotePrefill, sign_params
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import POISON, Engine, Offer
 from tests.harness.exported import slots_of

@@ -30,7 +30,7 @@ from kvferry.protocol.orders import (
     decode_head,
     decode_orders,
 )
-from kvferry.protocol.params_mac import MAC_KEY_BYTES
+from kvferry.protocol.params import MAC_KEY_BYTES
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric

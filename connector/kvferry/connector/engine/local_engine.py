@@ -27,8 +27,7 @@ from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from kvferry.protocol.hosts import check_announced
 from kvferry.protocol.ids import BootId, new_boot_id
-from kvferry.protocol.params import NamedPrefill, RemotePrefill
-from kvferry.protocol.params_mac import new_mac_key
+from kvferry.protocol.params import NamedPrefill, RemotePrefill, new_mac_key
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

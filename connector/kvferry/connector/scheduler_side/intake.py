@@ -40,8 +40,10 @@ from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import Prompt, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.params import NamedPrefill, RemoteDecode, RemotePrefill
-from kvferry.protocol.params_reader import (
+from kvferry.protocol.params import (
+    NamedPrefill,
+    RemoteDecode,
+    RemotePrefill,
     decode_params,
     read_params,
     read_transfer_id,

@@ -30,8 +30,14 @@ from kvferry.connector.vllm.scheduler import (
 from kvferry.plan.blocks import NULL_BLOCK
 from kvferry.plan.tokens import first_needed, held_from
 from kvferry.protocol.digests import GrowingChain, digest_chain
-from kvferry.protocol.params import PARAMS_VERSION, Blocks, RemotePrefill, Ticket
-from kvferry.protocol.params_mac import sign_early, sign_params
+from kvferry.protocol.params import (
+    PARAMS_VERSION,
+    Blocks,
+    RemotePrefill,
+    Ticket,
+    sign_early,
+    sign_params,
+)
 from kvferry.protocol.prompt_queries import announced_id
 from kvferry.scheduler.producer.lease import (
     LeaseState,

@@ -18,8 +18,7 @@ from kvferry.connector.tracing.worker_events import (
 from kvferry.link.lease_commands import RemoteLease
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.orders import LeaseProgress, LoadOrder
-from kvferry.protocol.params import RemoteDecode, RemotePrefill
-from kvferry.protocol.params_reader import read_params, read_turn
+from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.scheduler.consumer.ledger import LoadObserver
 from kvferry.scheduler.consumer.remote_prompt import RemotePrompt
 from kvferry.scheduler.producer.lease import ProducerLease
