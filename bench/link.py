@@ -37,7 +37,7 @@ from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.server import SideChannelListener
 from kvferry.plan.cost import Costs
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.prompt_queries import Answer, PromptQuery
+from kvferry.protocol.queries import Answer, PromptQuery
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.worker.peers.first_contact import FirstContact

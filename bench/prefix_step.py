@@ -163,7 +163,7 @@ class Answerer:
 
     def ask(self) -> None:
         """One question, from its message until all blocks are back."""
-        from kvferry.protocol.prompt_queries import PromptProgress
+        from kvferry.protocol.queries import PromptProgress
 
         first_step = self._num_steps
         self._number += 1
@@ -203,7 +203,7 @@ class Answerer:
     def _question(self) -> bytes:
         from kvferry.protocol.digests import Prompt, digest_chain
         from kvferry.protocol.handshake import encode
-        from kvferry.protocol.prefix_queries import (
+        from kvferry.protocol.queries import (
             FindPrefixes,
             PrefixQuery,
             chain_bytes,
@@ -214,7 +214,7 @@ class Answerer:
         return encode(FindPrefixes(client_id=_CLIENT, queries=(query,)))
 
     def _receive(self, expected: Any) -> None:
-        from kvferry.protocol.prompt_queries import decode_answers
+        from kvferry.protocol.queries import decode_answers
 
         self._until(lambda: self._socket.poll(0))
         (answer,) = decode_answers(self._socket.recv_multipart()[1]).answers

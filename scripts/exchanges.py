@@ -24,16 +24,14 @@ from kvferry.protocol import (
     notifications,
     orders,
     params,
-    prefix_queries,
-    prompt_queries,
+    queries,
     stream_rows,
 )
 
 MODULES: tuple[ModuleType, ...] = (
     handshake,
     description_parts,
-    prompt_queries,
-    prefix_queries,
+    queries,
     params,
     digests,
     stream_rows,

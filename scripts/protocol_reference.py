@@ -18,8 +18,7 @@ from kvferry.protocol import (
     ids,
     notifications,
     params,
-    prefix_queries,
-    prompt_queries,
+    queries,
 )
 from scripts import markdown
 from scripts.exchanges import MODULES, exchanges
@@ -35,13 +34,13 @@ PARTS: dict[str, tuple[Message, ...]] = {
         handshake.EngineDescription,
         handshake.DescriptionPart,
         handshake.Refused,
-        prompt_queries.Subscribe,
-        prompt_queries.PromptQuery,
-        prefix_queries.FindPrefixes,
-        prefix_queries.PrefixQuery,
-        prompt_queries.Unsubscribe,
-        prompt_queries.Answers,
-        prompt_queries.Answer,
+        queries.Subscribe,
+        queries.PromptQuery,
+        queries.FindPrefixes,
+        queries.PrefixQuery,
+        queries.Unsubscribe,
+        queries.Answers,
+        queries.Answer,
     ),
     "description": (
         handshake.ModelFacts,

@@ -11,11 +11,13 @@ import zmq
 from kvferry.protocol.digests import CHUNK_TOKENS, Prompt, digest_chain
 from kvferry.protocol.handshake import encode
 from kvferry.protocol.params import RemotePrefill, check_params_mac, decode_params
-from kvferry.protocol.prefix_queries import FindPrefixes, PrefixQuery, chain_bytes
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answer,
+    FindPrefixes,
+    PrefixQuery,
     PromptProgress,
     Unsubscribe,
+    chain_bytes,
     decode_answers,
 )
 from tests.harness.core.node import Node, ferry_of

@@ -7,7 +7,7 @@ from typing import Any
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.handshake import encode
 from kvferry.protocol.params import RemotePrefill, check_params_mac, decode_params
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answer,
     PromptProgress,
     PromptQuery,

@@ -14,7 +14,7 @@ from kvferry.link.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.link.secrets import VARIABLE
 from kvferry.protocol.hosts import HOST_VARIABLE
 from kvferry.protocol.ids import new_boot_id
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answer,
     PromptProgress,
     announced_id,

@@ -16,7 +16,7 @@ from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.protocol.digests import CHUNK_TOKENS, Prompt
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import SlotState, slot_word
-from kvferry.protocol.prompt_queries import PromptProgress
+from kvferry.protocol.queries import PromptProgress
 from kvferry.scheduler.producer import deadlines
 from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory

@@ -19,8 +19,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from kvferry.link import limits
 from kvferry.link.limits import Backoff
 from kvferry.protocol.params import RemotePrefill, read_params
-from kvferry.protocol.prefix_queries import PrefixQuery
-from kvferry.protocol.prompt_queries import Answer, PromptProgress
+from kvferry.protocol.queries import Answer, PrefixQuery, PromptProgress
 from kvferry.scheduler.consumer.pull_estimate import (
     ASSUMED_BYTES_S,
     ASSUMED_TOKENS_S,

@@ -17,7 +17,7 @@ from kvferry.connector.engine.facts import writes_states_late
 from kvferry.connector.scheduler_side import side
 from kvferry.protocol.ids import SlotState, slot_word
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.prompt_queries import PromptProgress
+from kvferry.protocol.queries import PromptProgress
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate
 from tests.engine_core.prefixes import (
     LONG,

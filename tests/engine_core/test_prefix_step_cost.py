@@ -9,8 +9,13 @@ import pytest
 
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.handshake import encode
-from kvferry.protocol.prefix_queries import FindPrefixes, PrefixQuery, chain_bytes
-from kvferry.protocol.prompt_queries import PromptProgress, decode_answers
+from kvferry.protocol.queries import (
+    FindPrefixes,
+    PrefixQuery,
+    PromptProgress,
+    chain_bytes,
+    decode_answers,
+)
 from kvferry.scheduler.producer.lease import LeaseState
 from tests.harness.core.node import side_channel
 from tests.harness.core.scheduler import SchedulerEngine

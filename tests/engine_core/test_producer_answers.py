@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.prompt_queries import Answer, PromptProgress
+from kvferry.protocol.queries import Answer, PromptProgress
 from kvferry.scheduler.producer import prompt_directory
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from tests.engine_core.streamed import PROMPT, REMOTE_DECODE, ask, asked_for, is_over

@@ -18,7 +18,7 @@ from bench.step_engines import (
 )
 
 from kvferry.connector.scheduler_side.requests import MAX_LOOKED_AT
-from kvferry.protocol.prompt_queries import Answer, PromptProgress
+from kvferry.protocol.queries import Answer, PromptProgress
 from kvferry.scheduler.consumer import pending_queries
 from tests.engine_core.slow_router import REMOTE_DECODE
 from tests.engine_core.step_count import StepCount

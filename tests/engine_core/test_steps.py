@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.connector.scheduler_side.steps import StepReason, Steps
 from kvferry.connector.vllm.core import EngineLoop
-from kvferry.protocol.prompt_queries import Answer, PromptProgress
+from kvferry.protocol.queries import Answer, PromptProgress
 from tests.engine_core.offers import offer
 from tests.engine_core.test_quarantined_blocks import report
 from tests.harness.core.scheduler import SchedulerEngine, tokens

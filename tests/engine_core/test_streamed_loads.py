@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.handshake import Release
-from kvferry.protocol.prompt_queries import PromptProgress
+from kvferry.protocol.queries import PromptProgress
 from tests.engine_core.test_both_legs import check, ids, leg_params, settled
 from tests.harness.core.node import Node, until
 from tests.harness.core.scheduler import tokens

@@ -10,7 +10,7 @@ import pytest
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.ids import MAX_PROGRESS
 from kvferry.protocol.params import decode_params
-from kvferry.protocol.prompt_queries import PromptProgress, PromptQuery, request_key
+from kvferry.protocol.queries import PromptProgress, PromptQuery, request_key
 from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
 from tests.engine_core.streamed import (
     PROMPT,

@@ -15,7 +15,7 @@ import pytest
 from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.scheduler_side.taken_back import TakeBacks
 from kvferry.connector.vllm.scheduler import EngineBlocks
-from kvferry.protocol.prompt_queries import announced_id
+from kvferry.protocol.queries import announced_id
 from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.scheduler.requests import RequestTable
 from tests.engine_core.believed import Believed, check_believed

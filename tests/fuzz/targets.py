@@ -58,7 +58,6 @@ from kvferry.protocol.params import (
     read_turn,
     sign_params,
 )
-from kvferry.protocol.prefix_queries import FindPrefixes
 from kvferry.protocol.prefix_sources import (
     FETCH,
     MAX_SOURCES,
@@ -67,8 +66,9 @@ from kvferry.protocol.prefix_sources import (
     read_hints,
     read_sources,
 )
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answers,
+    FindPrefixes,
     Subscribe,
     Unsubscribe,
     decode_answers,

@@ -56,7 +56,7 @@ from kvferry.protocol.params import (
     MAX_KEYS,
     read_params,
 )
-from kvferry.protocol.prompt_queries import MAX_QUERIES, Subscribe
+from kvferry.protocol.queries import MAX_QUERIES, Subscribe
 from kvferry.worker.leases import MAX_CONSUMERS, LeaseTable
 from tests.cli.plan.forms import read_form
 from tests.plan.samples import engine, tensor, worker

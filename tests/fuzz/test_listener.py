@@ -29,7 +29,7 @@ from kvferry.protocol.handshake import (
     Renew,
     encode,
 )
-from kvferry.protocol.prompt_queries import PromptQuery, Subscribe, Unsubscribe
+from kvferry.protocol.queries import PromptQuery, Subscribe, Unsubscribe
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from tests.fuzz.test_targets import hostile_bytes

@@ -13,12 +13,14 @@ from kvferry.link.server import SideChannelListener
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.handshake import Release
 from kvferry.protocol.params import RemotePrefill, read_params
-from kvferry.protocol.prefix_queries import FindPrefixes, PrefixQuery, chain_bytes
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answer,
     Answers,
+    FindPrefixes,
+    PrefixQuery,
     PromptProgress,
     Unsubscribe,
+    chain_bytes,
     encode_params,
 )
 from kvferry.scheduler.counters import Counters

@@ -15,7 +15,7 @@ from kvferry.link.query_client import QueryClient
 from kvferry.link.query_commands import Producer, StartQuery
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.protocol.orders import Prewarm
-from kvferry.protocol.prompt_queries import Answer, PromptProgress
+from kvferry.protocol.queries import Answer, PromptProgress
 from kvferry.scheduler.counters import Counters
 from tests.link.test_query_client import query
 from tests.link.test_renewer import lease

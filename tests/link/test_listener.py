@@ -33,11 +33,12 @@ from kvferry.protocol.handshake import (
     decode_reply,
     encode,
 )
-from kvferry.protocol.prefix_queries import FindPrefixes, PrefixQuery
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     MAX_ANSWERS_BYTES,
     MAX_QUERIES,
     Answer,
+    FindPrefixes,
+    PrefixQuery,
     PromptProgress,
     PromptQuery,
     Subscribe,

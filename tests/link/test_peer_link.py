@@ -30,7 +30,7 @@ from kvferry.protocol.errors import NothingListens
 from kvferry.protocol.handshake import Refused, Renew, encode
 from kvferry.protocol.hosts import Address
 from kvferry.protocol.orders import Prewarm
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     MAX_ANSWERS_BYTES,
     Answer,
     Answers,

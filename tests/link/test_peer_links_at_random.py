@@ -15,7 +15,7 @@ from kvferry.link.peer_link import Message
 from kvferry.link.query_commands import Producer, StartQuery, StopQuery
 from kvferry.protocol.errors import ConnectionEnded
 from kvferry.protocol.handshake import LeaseName, Release, encode
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answer,
     Answers,
     PromptProgress,

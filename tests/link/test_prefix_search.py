@@ -16,7 +16,7 @@ from kvferry.link.query_client import QueryClient
 from kvferry.link.query_commands import Producer, StartQuery, StartSearch, StopQuery
 from kvferry.protocol.digests import GrowingChain, Prompt
 from kvferry.protocol.handshake import Refused, encode
-from kvferry.protocol.prompt_queries import Answer, PromptProgress, PromptQuery
+from kvferry.protocol.queries import Answer, PromptProgress, PromptQuery
 from kvferry.scheduler.counters import Counters
 from tests.harness.prefix_answers import (
     ScriptedAnswerer,

@@ -21,7 +21,7 @@ from kvferry.protocol.errors import (
     PeerRefused,
 )
 from kvferry.protocol.handshake import LeaseName, Release, decode_request, encode
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answer,
     Answers,
     PromptProgress,

@@ -30,10 +30,11 @@ from kvferry.protocol.orders import (
     StepOrders,
 )
 from kvferry.protocol.params import RemotePrefill, Ticket
-from kvferry.protocol.prefix_queries import FindPrefixes, PrefixQuery
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answer,
     Answers,
+    FindPrefixes,
+    PrefixQuery,
     PromptProgress,
     PromptQuery,
     Subscribe,

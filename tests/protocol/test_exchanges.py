@@ -13,13 +13,11 @@ import pytest
 from msgspec import inspect as types
 
 from kvferry.protocol import (
-    description_parts,
     handshake,
     orders,
     params,
-    prefix_queries,
+    queries,
 )
-from kvferry.protocol import prompt_queries as queries
 from scripts.exchanges import (
     MODULES,
     DrawnMessage,
@@ -33,9 +31,7 @@ from scripts.protocol_reference import PARTS, drawings
 
 SIDE_CHANNEL: tuple[ModuleType, ...] = (
     handshake,
-    description_parts,
     queries,
-    prefix_queries,
 )
 MESSAGES: tuple[type[msgspec.Struct], ...] = (
     *PARTS["params"],
@@ -153,7 +149,7 @@ def names_in(union: Any) -> set[str]:
 
 
 def test_the_drawn_answers_to_a_query_are_all_that_there_are() -> None:
-    (query,) = exchanges(queries)
+    query, _ = exchanges(queries)
     answers = [one for one in drawn_messages(query.drawing) if one.name == "Answer"]
     drawn = [answer.fields["progress"] for answer in answers]
     assert drawn == [progress.value for progress in queries.PromptProgress]

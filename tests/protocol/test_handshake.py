@@ -28,7 +28,7 @@ from kvferry.protocol.handshake import (
     decode_worker,
     encode,
 )
-from kvferry.protocol.prompt_queries import decode_answers
+from kvferry.protocol.queries import decode_answers
 from tests.protocol.frames import (
     decode_plain,
     encode_plain,

@@ -20,7 +20,7 @@ from kvferry.protocol.params import (
     read_params,
     read_turn,
 )
-from kvferry.protocol.prompt_queries import encode_params
+from kvferry.protocol.queries import encode_params
 from tests.protocol.frames import deep
 from tests.protocol.samples import make_params
 

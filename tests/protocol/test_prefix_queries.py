@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.digests import DIGEST_BYTES, Prompt, digest_chain
 from kvferry.protocol.handshake import MAX_REQUEST_BYTES, decode_request, encode
-from kvferry.protocol.prefix_queries import (
+from kvferry.protocol.queries import (
     MAX_CHAIN_BYTES,
     MAX_CHAINS_BYTES,
+    MAX_QUERIES,
     FindPrefixes,
     PrefixQuery,
     chain_bytes,
-    messages,
+    prefix_messages,
 )
-from kvferry.protocol.prompt_queries import MAX_QUERIES
 from tests.protocol.frames import decode_plain, encode_plain, refused
 
 
@@ -76,7 +76,7 @@ def test_queries_of_any_number_and_length_fit_into_messages(
     lengths: list[int],
 ) -> None:
     queries = [query(number, digests) for number, digests in enumerate(lengths)]
-    sent = list(messages("d" * 512, queries))
+    sent = list(prefix_messages("d" * 512, queries))
     assert [one for message in sent for one in message.queries] == queries
     assert all(len(message.queries) <= MAX_QUERIES for message in sent)
     for message in sent:

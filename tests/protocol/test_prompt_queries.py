@@ -18,7 +18,7 @@ from kvferry.protocol.handshake import (
 )
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.params import decode_params
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answer,
     Answers,
     PromptProgress,

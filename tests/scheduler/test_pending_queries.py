@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.link.query_commands import StartQuery, StopQuery
 from kvferry.protocol.digests import GrowingChain, Prompt, digest_chain
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answer,
     PromptProgress,
     PromptQuery,

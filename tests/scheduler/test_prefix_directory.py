@@ -9,13 +9,15 @@ import msgspec
 import pytest
 
 from kvferry.protocol.digests import CHUNK_TOKENS, Prompt, digest_chain
-from kvferry.protocol.prefix_queries import (
+from kvferry.protocol.queries import (
+    Answer,
     FindPrefixes,
     PrefixQuery,
     PrefixRefusal,
+    PromptProgress,
+    Unsubscribe,
     chain_bytes,
 )
-from kvferry.protocol.prompt_queries import Answer, PromptProgress, Unsubscribe
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer import prefix_directory
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease

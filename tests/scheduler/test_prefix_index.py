@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.digests import CHUNK_TOKENS, DIGEST_BYTES, Prompt, digest_chain
-from kvferry.protocol.prefix_queries import chain_bytes
+from kvferry.protocol.queries import chain_bytes
 from kvferry.scheduler.producer.prefix_index import (
     ListedChunk,
     ListedSequence,

@@ -14,7 +14,7 @@ from kvferry.link.limits import Backoff
 from kvferry.link.query_commands import QueryCommands, StartSearch, StopQuery
 from kvferry.protocol.digests import GrowingChain, Prompt
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.prompt_queries import PromptProgress
+from kvferry.protocol.queries import PromptProgress
 from kvferry.scheduler.consumer import prefix_searches as module
 from kvferry.scheduler.consumer.prefix_search import PrefixSearch
 from kvferry.scheduler.consumer.prefix_searches import PrefixSearches

@@ -17,7 +17,7 @@ from kvferry.link.connection_slots import Address, ConnectionSlot
 from kvferry.protocol.errors import ConnectionEnded, HandshakeFailed, KvferryError
 from kvferry.protocol.handshake import MAX_PART_FRAME_BYTES, is_refused
 from kvferry.protocol.hosts import host_port
-from kvferry.protocol.prompt_queries import MAX_ANSWERS_BYTES, Answers, answers_in
+from kvferry.protocol.queries import MAX_ANSWERS_BYTES, Answers, answers_in
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from kvferry.protocol.errors import (
     PeerRefused,
 )
 from kvferry.protocol.hosts import host_port, read_address
-from kvferry.protocol.prompt_queries import MAX_ANSWERS_BYTES, Answers
+from kvferry.protocol.queries import MAX_ANSWERS_BYTES, Answers
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)

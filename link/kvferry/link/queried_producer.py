@@ -14,14 +14,14 @@ from kvferry.link import limits
 from kvferry.link.peer_link import PeerLink
 from kvferry.link.query_commands import Producer
 from kvferry.protocol.handshake import encode
-from kvferry.protocol.prefix_queries import PrefixQuery
-from kvferry.protocol.prefix_queries import messages as prefix_messages
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     MAX_QUERIES,
     Answers,
+    PrefixQuery,
     PromptQuery,
     Subscribe,
     Unsubscribe,
+    prefix_messages,
 )
 
 Item = TypeVar("Item")

@@ -37,10 +37,10 @@ from kvferry.link.query_commands import (
     StartSearch,
 )
 from kvferry.protocol.hosts import one_spelling
-from kvferry.protocol.prefix_queries import PrefixQuery
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answer,
     Answers,
+    PrefixQuery,
     PromptProgress,
 )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvferry.protocol.digests import GrowingChain
-from kvferry.protocol.prompt_queries import PromptProgress, PromptQuery
+from kvferry.protocol.queries import PromptProgress, PromptQuery
 
 Producer = tuple[str, int]
 """Host and port of a side channel."""

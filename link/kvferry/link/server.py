@@ -50,11 +50,12 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.hosts import host_port
-from kvferry.protocol.prefix_queries import FindPrefixes, PrefixRefusal
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     MAX_QUERIES,
     Answer,
     Answers,
+    FindPrefixes,
+    PrefixRefusal,
     PromptProgress,
     Subscribe,
     Unsubscribe,

@@ -27,8 +27,7 @@ Release: a consumer's scheduler, for leases that it will not read, or not any mo
     consumer's scheduler                                              producer's scheduler
     Release{boot, leases: [LeaseName{slot, epoch}]} ────────────────► clears the slots, frees the blocks; no answer
 
-The queries for prompts are in `kvferry.protocol.prompt_queries`, those for prefixes in
-`kvferry.protocol.prefix_queries`, the parts in `kvferry.protocol.description_parts`.
+The queries are in `kvferry.protocol.queries`, the parts of a long description in `kvferry.protocol.description_parts`.
 
 Evolution rules: a new field needs a default; a field is never retyped or reused; unknown fields are ignored; a new
 message type is only sent to peers that have announced it; anything else raises `CHANNEL_VERSION`.
@@ -56,8 +55,7 @@ from kvferry.protocol.ids import (
     Text,
 )
 from kvferry.protocol.params import MAC_KEY_BYTES
-from kvferry.protocol.prefix_queries import FindPrefixes
-from kvferry.protocol.prompt_queries import Answers, Subscribe, Unsubscribe
+from kvferry.protocol.queries import Answers, FindPrefixes, Subscribe, Unsubscribe
 from kvferry.protocol.shared_memory import SharedMemory
 from kvferry.protocol.stream_rows import StreamRows
 

@@ -28,7 +28,7 @@ the same object about its own blocks, under the flags of the prefill leg, so a r
       │◄── RemotePrefill{…} ────────┤ for the next decoder, as above        │
 
 Named prefill: both legs at once. The router has no ticket yet and names the producer of an earlier one, and the
-consumer queries it (`kvferry.protocol.prompt_queries`).
+consumer queries it (`kvferry.protocol.queries`).
 
     router                          producer                              consumer
       ├─ prompt, RemoteDecode{} ───►│                                       │
@@ -89,7 +89,7 @@ from kvferry.protocol.ids import (
     SlotIndex,
     Text,
 )
-from kvferry.protocol.prompt_queries import MAX_ANSWERS_BYTES, boot_of, engine_of
+from kvferry.protocol.queries import MAX_ANSWERS_BYTES, boot_of, engine_of
 from kvferry.protocol.stream_rows import RowIndex
 
 PARAMS_VERSION = 1

@@ -10,7 +10,7 @@ its host (`allowed_hosts`, `prefix_sources`, a secret): clients can write most o
     kv_hints.actions[…] = {action_type: "kv.fetch", action_version: "1.0",
                            payload: {source_control_endpoint, block_hashes, mode}}
         Dynamo's router, by a worker that hands them to vLLM as such. The hashes are those of its engines, which have no
-        meaning here: whether the source has this prompt is decided by its digests (`kvferry.protocol.prefix_queries`).
+        meaning here: whether the source has this prompt is decided by its digests (`kvferry.protocol.queries`).
     kv_transfer_params.kv_hint = {protocol_version, message_id, actions: as above}
         Dynamo's worker before vLLM had hints.
 """

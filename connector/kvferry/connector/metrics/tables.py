@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.link.accepted_connections import REASONS
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.prefix_queries import PrefixRefusal
+from kvferry.protocol.queries import PrefixRefusal
 
 # Up to the default of `load_timeout_s`.
 _SECONDS = (

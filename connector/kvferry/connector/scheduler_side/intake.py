@@ -50,7 +50,7 @@ from kvferry.protocol.params import (
     read_turn,
     without_transfer,
 )
-from kvferry.protocol.prompt_queries import request_key
+from kvferry.protocol.queries import request_key
 from kvferry.scheduler.consumer.remote_prompt import PromptKind
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory

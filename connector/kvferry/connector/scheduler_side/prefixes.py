@@ -46,7 +46,6 @@ from kvferry.protocol.digests import CHUNK_TOKENS, GrowingChain, Prompt
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.hosts import host_port, one_spelling
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.prefix_queries import MAX_CHAIN_DIGESTS, PrefixRefusal
 from kvferry.protocol.prefix_sources import (
     MAX_SOURCES,
     PrefixSource,
@@ -54,6 +53,7 @@ from kvferry.protocol.prefix_sources import (
     read_hints,
     read_sources,
 )
+from kvferry.protocol.queries import MAX_CHAIN_DIGESTS, PrefixRefusal
 from kvferry.scheduler.consumer.prefix_search import PrefixSearch
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate, whole_chunks
 from kvferry.scheduler.consumer.remote_prompt import PromptKind

@@ -32,7 +32,7 @@ from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.hosts import host_port
 from kvferry.protocol.params import NamedPrefill, RemotePrefill, decode_params
-from kvferry.protocol.prompt_queries import Answer, PromptProgress, request_key
+from kvferry.protocol.queries import Answer, PromptProgress, request_key
 from kvferry.scheduler.consumer.pending_queries import PendingQueries
 from kvferry.scheduler.consumer.pending_query import PendingQuery
 from kvferry.scheduler.consumer.prefix_search import PrefixSearch

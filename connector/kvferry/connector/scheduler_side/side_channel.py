@@ -35,7 +35,7 @@ from kvferry.protocol.handshake import (
 )
 from kvferry.protocol.hosts import HOST_VARIABLE, address_of, host_port
 from kvferry.protocol.orders import Prewarm
-from kvferry.protocol.prompt_queries import announced_id
+from kvferry.protocol.queries import announced_id
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.step import receive_messages

@@ -38,7 +38,7 @@ from kvferry.protocol.params import (
     sign_early,
     sign_params,
 )
-from kvferry.protocol.prompt_queries import announced_id
+from kvferry.protocol.queries import announced_id
 from kvferry.scheduler.producer.lease import (
     LeaseState,
     LeaseUse,

@@ -25,7 +25,7 @@ from kvferry.link.query_commands import (
     StopQuery,
 )
 from kvferry.protocol.hosts import one_spelling
-from kvferry.protocol.prompt_queries import PromptProgress, PromptQuery
+from kvferry.protocol.queries import PromptProgress, PromptQuery
 from kvferry.scheduler.consumer.pending_query import PendingQuery
 from kvferry.scheduler.requests import RequestRecord, RequestTable
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.link.query_commands import Producer
-from kvferry.protocol.prompt_queries import PromptQuery
+from kvferry.protocol.queries import PromptQuery
 
 
 @dataclass(slots=True, eq=False)

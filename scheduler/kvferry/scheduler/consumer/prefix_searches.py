@@ -26,7 +26,7 @@ from kvferry.link.query_commands import (
 )
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.prompt_queries import PromptProgress
+from kvferry.protocol.queries import PromptProgress
 from kvferry.scheduler.consumer.prefix_search import PrefixSearch
 from kvferry.scheduler.requests import RequestRecord, RequestTable
 

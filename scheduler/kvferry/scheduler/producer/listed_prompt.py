@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.protocol.digests import Prompt
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     NO_PARAMS,
     Answer,
     PromptProgress,

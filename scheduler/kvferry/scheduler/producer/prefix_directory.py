@@ -26,10 +26,12 @@ import msgspec
 from kvferry.link.counts import Counts
 from kvferry.protocol.digests import DIGEST_BYTES, Prompt
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.prefix_queries import FindPrefixes, PrefixQuery, PrefixRefusal
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answer,
     Answers,
+    FindPrefixes,
+    PrefixQuery,
+    PrefixRefusal,
     PromptProgress,
     Unsubscribe,
     encode_params,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvferry.protocol.digests import Prompt
-from kvferry.protocol.prompt_queries import (
+from kvferry.protocol.queries import (
     Answer,
     Answers,
     PromptProgress,

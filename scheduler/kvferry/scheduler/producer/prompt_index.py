@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvferry.protocol.digests import GrowingChain
-from kvferry.protocol.prompt_queries import PromptQuery
+from kvferry.protocol.queries import PromptQuery
 from kvferry.scheduler.producer.listed_prompt import Claimant, ListedPrompt, Whole
 
 # The digests of so many tokens take 50 µs.
