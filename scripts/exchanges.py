@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from kvferry.protocol import (
-    description_parts,
     digests,
     handshake,
     notifications,
@@ -30,7 +29,6 @@ from kvferry.protocol import (
 
 MODULES: tuple[ModuleType, ...] = (
     handshake,
-    description_parts,
     queries,
     params,
     digests,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.protocol.shared_memory import SharedAllocation
+from kvferry.protocol.handshake import SharedAllocation
 from kvferry.worker.device import Device
 from kvferry.worker.peer_memory.cuda_ipc import DriverAllocation
 from kvferry.worker.peer_memory.port import NotMappable

@@ -10,6 +10,7 @@ from kvferry.protocol.digests import CHUNK_TOKENS
 from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
 from kvferry.protocol.handshake import (
     CacheGroup,
+    DeviceAllocation,
     EngineDescription,
     Hello,
     LeaseName,
@@ -18,6 +19,8 @@ from kvferry.protocol.handshake import (
     Refused,
     Release,
     Renew,
+    SharedAllocation,
+    SharedMemory,
     WorkerDescription,
 )
 from kvferry.protocol.notifications import Done
@@ -40,11 +43,6 @@ from kvferry.protocol.queries import (
     Subscribe,
     Unsubscribe,
     encode_params,
-)
-from kvferry.protocol.shared_memory import (
-    DeviceAllocation,
-    SharedAllocation,
-    SharedMemory,
 )
 
 KEY = bytes(range(32))

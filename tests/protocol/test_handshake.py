@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.protocol.description_parts import PartsReceived, PartsSent
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
@@ -20,6 +19,8 @@ from kvferry.protocol.handshake import (
     EngineDescription,
     Hello,
     LeaseName,
+    PartsReceived,
+    PartsSent,
     Refused,
     Release,
     Renew,

@@ -23,7 +23,6 @@ from kvferry.link.connection import Connection, EndlessMessages, within
 from kvferry.link.host_names import HostNames
 from kvferry.link.secrets import Secrets
 from kvferry.link.sockets import derive_keys
-from kvferry.protocol.description_parts import PartsReceived
 from kvferry.protocol.errors import (
     ConnectionEnded,
     HandshakeFailed,
@@ -34,6 +33,7 @@ from kvferry.protocol.handshake import (
     MAX_PART_FRAME_BYTES,
     EngineDescription,
     Hello,
+    PartsReceived,
     Refused,
     decode_reply,
     encode,

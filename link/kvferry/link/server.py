@@ -33,7 +33,6 @@ from kvferry.link.guarded_socket import GuardedSocket
 from kvferry.link.host_names import listening_address
 from kvferry.link.lease_inbox import LeaseInbox, LeaseMessage
 from kvferry.link.secrets import Secrets
-from kvferry.protocol.description_parts import PartsSent
 from kvferry.protocol.errors import InvalidConfig, InvalidMessage
 from kvferry.protocol.handshake import (
     CHANNEL_VERSION,
@@ -42,6 +41,7 @@ from kvferry.protocol.handshake import (
     EngineDescription,
     Hello,
     LeaseName,
+    PartsSent,
     Refused,
     Renew,
     Request,

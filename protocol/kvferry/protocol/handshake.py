@@ -16,6 +16,18 @@ Handshake: every worker of a consumer, before its first read from a boot of a pr
      or ◄────── DescriptionPart{total_bytes, digest, at, data}        the description is a long one
      or ◄────── Refused{version, field, value, expected}              other version or engine; starting or asleep
 
+Handshake in parts: as many exchanges as the description needs, on one connection.
+
+    consumer's worker                                                 producer's scheduler
+    Hello{at: 0, …} ────────────────────────────────────────────────►
+        ◄────── DescriptionPart{total_bytes, digest, at: 0, data}     or the whole of a short one, or a refusal
+    Hello{at: 262144, …} ───────────────────────────────────────────►
+        ◄────── DescriptionPart{total_bytes, digest, at: 262144, data}
+    … until `total_bytes` have come; another `digest` means that the description has changed, and the handshake fails
+
+A description of 64 MiB is allowed, but a connection that may bring 64 MiB may bring as many bytes of empty frames,
+which are 2.3 GB in ZMQ's memory: six handshakes took 5 GB. In parts they take 140 MB.
+
 Renewal: a consumer's scheduler, from the moment that a request has come with a ticket, every sixth of `lease_s`. A
 lease without one expires.
 
@@ -27,7 +39,7 @@ Release: a consumer's scheduler, for leases that it will not read, or not any mo
     consumer's scheduler                                              producer's scheduler
     Release{boot, leases: [LeaseName{slot, epoch}]} ────────────────► clears the slots, frees the blocks; no answer
 
-The queries are in `kvferry.protocol.queries`, the parts of a long description in `kvferry.protocol.description_parts`.
+The queries are in `kvferry.protocol.queries`.
 
 Evolution rules: a new field needs a default; a field is never retyped or reused; unknown fields are ignored; a new
 message type is only sent to peers that have announced it; anything else raises `CHANNEL_VERSION`.
@@ -35,6 +47,7 @@ message type is only sent to peers that have announced it; anything else raises 
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated
 
 import msgspec
@@ -56,20 +69,22 @@ from kvferry.protocol.ids import (
 )
 from kvferry.protocol.params import MAC_KEY_BYTES
 from kvferry.protocol.queries import Answers, FindPrefixes, Subscribe, Unsubscribe
-from kvferry.protocol.shared_memory import SharedMemory
 from kvferry.protocol.stream_rows import StreamRows
 
 CHANNEL_VERSION = 3
 MAX_REQUEST_BYTES = 256 << 10
 MAX_REPLY_BYTES = 64 << 20
 # ZMQ keeps the frames of a message until its last, and takes 32 times the bytes of empty ones. So a client takes no
-# long message from an engine that it may not know: `description_parts.py`.
+# long message from an engine that it may not know (`PartsReceived`).
 MAX_PART_BYTES = 256 << 10
 MAX_PART_FRAME_BYTES = MAX_PART_BYTES + 1024
 MAX_RENEWALS = 4096
 # Clients choose which engine's description is read, and reading takes some 40 µs a tensor.
 MAX_ENGINE_TENSORS = 1 << 16
 """Most paged tensors of all workers of an engine together."""
+
+MAX_ALLOCATIONS = 256
+"""Most allocations of one worker. Who maps them has a file descriptor for each, and proves each by a read."""
 
 MAX_SETTINGS = 2048
 """Most settings of a model. A model has some 30, one with vision and audio some 200."""
@@ -195,6 +210,77 @@ class LeaseTableAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     address: Address
     slots: Annotated[int, Meta(ge=1, lt=2**24)]
+
+
+class SharedAllocation(msgspec.Struct, frozen=True, kw_only=True):
+    """One allocation: a sealed memory file of the worker's process (memfd).
+
+    Attributes:
+        address: of its first byte in the worker's process; the addresses of tensors and of the lease table count so.
+        num_bytes: size of the file. Its last 16 bytes are random: what is read there over NIXL, and through a map, must
+            be the same.
+        fd: number of the file descriptor in the worker's process.
+        name: of the file, new for each: a number that the process has used again is not mistaken for it.
+    """
+
+    address: Address
+    num_bytes: Positive
+    fd: Annotated[int, Meta(ge=0, lt=2**31)]
+    name: Hex128
+
+
+class DeviceAllocation(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a device, which others open with CUDA IPC: a part of one allocation of the driver's.
+
+    An allocator that caches, such as PyTorch's, gives out parts of what it has from the driver, and a handle is of the
+    whole.
+
+    Attributes:
+        address: of its first byte in the worker's process; the addresses of tensors count so.
+        num_bytes: its size.
+        offset: of its first byte in the driver's allocation.
+        allocation_bytes: size of the driver's allocation.
+        handle: that the driver opens it by.
+        generation: the driver's number of the allocation; another one at the same address has another number.
+        device: UUID of the device. Its number differs from process to process, with `CUDA_VISIBLE_DEVICES`.
+    """
+
+    address: Address
+    num_bytes: Positive
+    offset: Address
+    allocation_bytes: Positive
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    generation: Address
+    device: Hex128
+
+
+class SharedMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of a worker that other processes of its host can map, and need not read over NIXL.
+
+    Attributes:
+        machine: the boot id of its kernel.
+        pid_namespace: in which `pid` counts.
+        pid: of the worker's process.
+        ipc_namespace: its IPC namespace, in which UCX's shared memory is found; None if it is not known.
+        allocations: files: the lease table's, and the caches' if they lie in host memory. All of them, or none.
+        why_not: why there are none.
+        device_allocations: the caches' if they lie on a device.
+        device_proof: a copy of the last 16 bytes of the first file on that device: whoever reads the same there has
+            opened memory of this process.
+    """
+
+    machine: Text
+    pid_namespace: Text
+    pid: Annotated[int, Meta(ge=1, lt=2**31)]
+    allocations: Annotated[
+        tuple[SharedAllocation, ...], Meta(max_length=MAX_ALLOCATIONS)
+    ] = ()
+    why_not: Text | None = None
+    ipc_namespace: Text | None = None
+    device_allocations: Annotated[
+        tuple[DeviceAllocation, ...], Meta(max_length=MAX_ALLOCATIONS)
+    ] = ()
+    device_proof: DeviceAllocation | None = None
 
 
 class WorkerDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -413,3 +499,100 @@ def _with_workers(unread: UnreadDescription) -> EngineDescription:
     fields = msgspec.structs.asdict(unread)
     fields["workers"] = tuple(workers)
     return EngineDescription(**fields)
+
+
+# A long description in parts.
+
+
+_answers: msgspec.msgpack.Decoder[UnreadDescription | Refused | DescriptionPart] = (
+    msgspec.msgpack.Decoder(UnreadDescription | Refused | DescriptionPart)
+)
+
+
+class PartsSent:
+    """The frame of a description, and the parts of it that answer a `Hello`."""
+
+    def __init__(self, frame: bytes) -> None:
+        self.frame = frame
+        self._digest = _digest_of(frame)
+
+    def answer(self, at: int | None) -> bytes:
+        """The frame that answers a `Hello` with this `at`.
+
+        Returns:
+            A part; the whole description for a client that takes no parts, and where it is short enough to be one.
+
+        Raises:
+            InvalidMessage: there is no such part.
+        """
+        if at is None:
+            return self.frame
+        total_bytes = len(self.frame)
+        if at == 0 and total_bytes <= MAX_PART_BYTES:
+            return self.frame
+        if at >= total_bytes:
+            raise InvalidMessage("at", at, f"less than {total_bytes}")
+        part = DescriptionPart(
+            total_bytes=total_bytes,
+            digest=self._digest,
+            at=at,
+            data=self.frame[at : at + MAX_PART_BYTES],
+        )
+        return encode(part)
+
+
+class PartsReceived:
+    """The frames that answer a `Hello`, put together."""
+
+    def __init__(self) -> None:
+        self._first: DescriptionPart | None = None
+        self._parts: list[bytes] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that have come, so the next `at`."""
+        return sum(map(len, self._parts))
+
+    def take(self, frame: bytes) -> bytes | None:
+        """The whole answer; None if more parts are to come.
+
+        Raises:
+            InvalidMessage: it is no answer, or not the part that comes next.
+        """
+        answer = decode(frame, _answers, MAX_PART_FRAME_BYTES, InvalidMessage)
+        if isinstance(answer, DescriptionPart):
+            return self._take_part(answer)
+        # A short description or a refusal is the whole answer, but only in place of the first part.
+        if self._first is not None:
+            raise InvalidMessage(
+                "type", "another answer", "the next part of the description"
+            )
+        return frame
+
+    def _take_part(self, part: DescriptionPart) -> bytes | None:
+        self._check(part)
+        self._parts.append(part.data)
+        if self.num_bytes < part.total_bytes:
+            return None
+        frame = b"".join(self._parts)
+        if _digest_of(frame) != part.digest:
+            raise InvalidMessage("digest", part.digest, "the digest of what has come")
+        return frame
+
+    def _check(self, part: DescriptionPart) -> None:
+        if self._first is None:
+            self._first = part
+        first = self._first
+        # The engine may have restarted between two parts, and have another description.
+        if (part.total_bytes, part.digest) != (first.total_bytes, first.digest):
+            expected = f"{first.digest}: a part of the same description"
+            raise InvalidMessage("digest", part.digest, expected)
+        start = self.num_bytes
+        num_expected = min(MAX_PART_BYTES, part.total_bytes - start)
+        if part.at != start or len(part.data) != num_expected:
+            sent = f"{len(part.data)} bytes at {part.at}"
+            raise InvalidMessage("data", sent, f"{num_expected} bytes at {start}")
+
+
+def _digest_of(frame: bytes) -> str:
+    return hashlib.blake2b(frame, digest_size=16).hexdigest()

@@ -21,7 +21,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvferry.protocol.shared_memory import (
+from kvferry.protocol.handshake import (
     DeviceAllocation,
     SharedAllocation,
     SharedMemory,

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from kvferry.protocol.shared_memory import SharedMemory
+from kvferry.protocol.handshake import SharedMemory
 from kvferry.worker.device import Device
 from kvferry.worker.fabric.port import MemoryKind, Region
 from kvferry.worker.peer_memory import cuda_ipc

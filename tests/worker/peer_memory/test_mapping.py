@@ -13,9 +13,13 @@ import msgspec
 import pytest
 
 from kvferry.protocol.geometry import Place
-from kvferry.protocol.handshake import LeaseTableAddress, WorkerDescription
+from kvferry.protocol.handshake import (
+    LeaseTableAddress,
+    SharedAllocation,
+    SharedMemory,
+    WorkerDescription,
+)
 from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.protocol.shared_memory import SharedAllocation, SharedMemory
 from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS, StreamRows
 from kvferry.worker.peer_memory import mapping
 from kvferry.worker.peer_memory.host_memory import FileMemory

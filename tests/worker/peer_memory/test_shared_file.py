@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.protocol.shared_memory import SharedAllocation
+from kvferry.protocol.handshake import SharedAllocation
 from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable
 from kvferry.worker.peer_memory.shared_file import SharedFile, map_shared
 
@@ -23,7 +23,7 @@ SEAL_SHRINK = fcntl.F_SEAL_SHRINK
 READER = """
 import sys
 import msgspec
-from kvferry.protocol.shared_memory import SharedAllocation
+from kvferry.protocol.handshake import SharedAllocation
 from kvferry.worker.peer_memory.shared_file import map_shared
 
 pid, allocation = int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=SharedAllocation)

@@ -10,9 +10,8 @@ import msgspec
 import numpy as np
 
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.handshake import MAX_ALLOCATIONS, CacheGroup, SharedMemory
 from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.protocol.shared_memory import MAX_ALLOCATIONS, SharedMemory
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.entries import IdPages, SlotReads
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import torch
 
-from kvferry.protocol.shared_memory import DeviceAllocation, SharedMemory
+from kvferry.protocol.handshake import DeviceAllocation, SharedMemory
 from kvferry.worker.device import Device
 from kvferry.worker.fabric.port import MemoryKind, Region
 from kvferry.worker.peer_memory.host_memory import FileMemory, OpenedFileMemory

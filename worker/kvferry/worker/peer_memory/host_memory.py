@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.protocol.shared_memory import SharedAllocation, SharedMemory
+from kvferry.protocol.handshake import SharedAllocation, SharedMemory
 from kvferry.worker.fabric.port import MemoryKind, Region
 from kvferry.worker.peer_memory.port import DeviceBytes, NotMappable
 from kvferry.worker.peer_memory.shared_file import SharedFile, map_shared

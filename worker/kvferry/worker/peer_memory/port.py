@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.protocol.shared_memory import SharedMemory
+from kvferry.protocol.handshake import SharedMemory
 from kvferry.worker.fabric.port import Region
 from kvferry.worker.peer_memory.this_process import NotMappable, this_process
 

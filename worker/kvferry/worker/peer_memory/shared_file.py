@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.protocol.shared_memory import SharedAllocation
+from kvferry.protocol.handshake import SharedAllocation
 from kvferry.worker.fabric.port import MemoryKind, Region
 from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable
 

@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.shared_memory import SharedMemory
+from kvferry.protocol.handshake import SharedMemory
 
 _UNKNOWN = f"unknown-{secrets.token_hex(16)}"
 """For what the kernel or a sandbox does not say of this process: it is no other's, so nothing is mapped."""
