@@ -31,7 +31,9 @@ from kvferry.link.server import SideChannelListener
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
 from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress
-from kvferry.protocol.ids import SLOT_BYTES
+from kvferry.protocol.slots import (
+    SLOT_BYTES,
+)
 from kvferry.scheduler.counters import Counters
 from kvferry.worker.fabric.nixl import AgentConfig, NixlFabric
 from kvferry.worker.fabric.port import (

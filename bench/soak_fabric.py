@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from kvferry.protocol.notifications import Done, encode_notification
+from kvferry.protocol.slots import Done, encode_notification
 from kvferry.worker.fabric.errors import FabricError, PeerLost, TransferFailed
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import PeerAgent, Transfer, TransferState

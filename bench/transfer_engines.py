@@ -19,11 +19,9 @@ from kvferry.link.server import SideChannelListener
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import (
-    SlotState,
     epoch_to_text,
     new_boot_id,
     new_epoch,
-    slot_word,
 )
 from kvferry.protocol.orders import (
     LeaseHold,
@@ -33,6 +31,10 @@ from kvferry.protocol.orders import (
     encode_orders,
 )
 from kvferry.protocol.params import new_mac_key
+from kvferry.protocol.slots import (
+    SlotState,
+    slot_word,
+)
 from kvferry.scheduler.counters import Counters
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import Device

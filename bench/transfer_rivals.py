@@ -16,8 +16,10 @@ import torch
 from bench.transfer_shapes import Scenario
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_table
-from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.orders import LoadOrder
+from kvferry.protocol.slots import (
+    SLOT_BYTES,
+)
 from kvferry.worker.fabric.metadata_envelope import open_metadata
 from kvferry.worker.fabric.nixl import AgentConfig, load_bindings, make_agent
 from kvferry.worker.fabric.ucx_settings import apply_ucx_defaults

@@ -20,11 +20,10 @@ from types import ModuleType
 from kvferry.protocol import (
     digests,
     handshake,
-    notifications,
     orders,
     params,
     queries,
-    stream_rows,
+    slots,
 )
 
 MODULES: tuple[ModuleType, ...] = (
@@ -32,8 +31,7 @@ MODULES: tuple[ModuleType, ...] = (
     queries,
     params,
     digests,
-    stream_rows,
-    notifications,
+    slots,
     orders,
 )
 ELSE = "…"

@@ -16,9 +16,9 @@ from kvferry.protocol import (
     geometry,
     handshake,
     ids,
-    notifications,
     params,
     queries,
+    slots,
 )
 from scripts import markdown
 from scripts.exchanges import MODULES, exchanges
@@ -54,7 +54,7 @@ PARTS: dict[str, tuple[Message, ...]] = {
         geometry.Interleave,
         geometry.Format,
     ),
-    "notifications": (notifications.Done,),
+    "notifications": (slots.Done,),
 }
 """The messages of each generated part of the page."""
 _LIMITS = {
@@ -68,8 +68,8 @@ _LIMITS = {
         handshake.MAX_REPLY_BYTES,
     ),
     "a notification": (
-        f"magic `{notifications.MAGIC.decode()}`",
-        notifications.MAX_NOTIFICATION_BYTES,
+        f"magic `{slots.MAGIC.decode()}`",
+        slots.MAX_NOTIFICATION_BYTES,
     ),
     "a description JSON": (
         f"`kvferry_description` {description_json.DESCRIPTION_JSON_VERSION}",

@@ -12,8 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvferry.protocol.ids import MAX_PROGRESS, Epoch, SlotState, epoch_from_text
-from kvferry.protocol.stream_rows import header_word
+from kvferry.protocol.ids import (
+    Epoch,
+    epoch_from_text,
+)
+from kvferry.protocol.slots import (
+    MAX_PROGRESS,
+    SlotState,
+    header_word,
+)
 from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
 from kvferry.worker.worker import FerryWorker
 from tests.harness.core.configs import BLOCK_TOKENS

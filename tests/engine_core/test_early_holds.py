@@ -8,7 +8,9 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from kvferry.protocol.digests import Prompt, digest_chain
-from kvferry.protocol.ids import SlotState
+from kvferry.protocol.slots import (
+    SlotState,
+)
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import tokens
 from tests.harness.exported import slots_of

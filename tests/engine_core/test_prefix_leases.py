@@ -15,8 +15,11 @@ from kvferry.connector.scheduler_side.taken_back import TakeBacks
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.protocol.digests import CHUNK_TOKENS, Prompt
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.ids import SlotState, slot_word
 from kvferry.protocol.queries import PromptProgress
+from kvferry.protocol.slots import (
+    SlotState,
+    slot_word,
+)
 from kvferry.scheduler.producer import deadlines
 from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory

@@ -15,9 +15,12 @@ import pytest
 
 from kvferry.connector.engine.facts import writes_states_late
 from kvferry.connector.scheduler_side import side
-from kvferry.protocol.ids import SlotState, slot_word
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.queries import PromptProgress
+from kvferry.protocol.slots import (
+    SlotState,
+    slot_word,
+)
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate
 from tests.engine_core.prefixes import (
     LONG,

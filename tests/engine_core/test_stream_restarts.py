@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.ids import SlotState
+from kvferry.protocol.slots import (
+    SlotState,
+)
 from tests.engine_core.streamed import (
     PROMPT,
     REMOTE_DECODE,

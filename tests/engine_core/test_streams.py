@@ -8,9 +8,11 @@ from typing import Any, cast
 import pytest
 
 from kvferry.protocol.digests import Prompt, digest_chain
-from kvferry.protocol.ids import MAX_PROGRESS
 from kvferry.protocol.params import decode_params
 from kvferry.protocol.queries import PromptProgress, PromptQuery, request_key
+from kvferry.protocol.slots import (
+    MAX_PROGRESS,
+)
 from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
 from tests.engine_core.streamed import (
     PROMPT,

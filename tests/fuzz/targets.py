@@ -37,11 +37,6 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.ids import epoch_from_text, epoch_to_text
-from kvferry.protocol.notifications import (
-    MAGIC,
-    decode_notification,
-    encode_notification,
-)
 from kvferry.protocol.orders import (
     OrdersHead,
     decode_head,
@@ -72,6 +67,11 @@ from kvferry.protocol.queries import (
     Subscribe,
     Unsubscribe,
     decode_answers,
+)
+from kvferry.protocol.slots import (
+    MAGIC,
+    decode_notification,
+    encode_notification,
 )
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.worker.fabric.errors import InvalidMetadata

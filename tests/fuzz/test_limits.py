@@ -41,13 +41,6 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.ids import MAX_WORKERS
-from kvferry.protocol.notifications import (
-    MAGIC,
-    MAX_NOTIFICATION_BYTES,
-    Done,
-    decode_notification,
-    encode_notification,
-)
 from kvferry.protocol.orders import LeaseOpen
 from kvferry.protocol.params import (
     MAX_BLOCKS,
@@ -57,6 +50,13 @@ from kvferry.protocol.params import (
     read_params,
 )
 from kvferry.protocol.queries import MAX_QUERIES, Subscribe
+from kvferry.protocol.slots import (
+    MAGIC,
+    MAX_NOTIFICATION_BYTES,
+    Done,
+    decode_notification,
+    encode_notification,
+)
 from kvferry.worker.leases import MAX_CONSUMERS, LeaseTable
 from tests.cli.plan.forms import read_form
 from tests.plan.samples import engine, tensor, worker

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.protocol.stream_rows import PAGE_IDS
+from kvferry.protocol.slots import PAGE_IDS
 from kvferry.worker.worker import FerryWorker
 
 Words = npt.NDArray[np.uint64]

@@ -11,8 +11,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS
+from kvferry.protocol.slots import (
+    ID_BYTES,
+    PAGE_IDS,
+    SLOT_BYTES,
+)
 from kvferry.worker.fabric.entries import ID_PAGES
 from kvferry.worker.fabric.port import (
     DescriptorRows,

@@ -24,8 +24,11 @@ from typing import Any
 from unittest import mock
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.protocol.ids import SlotState, slot_word
-from kvferry.protocol.stream_rows import header_word
+from kvferry.protocol.slots import (
+    SlotState,
+    header_word,
+    slot_word,
+)
 from kvferry.worker.fabric.port import LocalDescriptors, RemoteDescriptors, Transfer
 from kvferry.worker.leases import LeaseTableSnapshot
 from kvferry.worker.loads.state import LoadState

@@ -23,7 +23,6 @@ from kvferry.protocol.handshake import (
     SharedMemory,
     WorkerDescription,
 )
-from kvferry.protocol.notifications import Done
 from kvferry.protocol.orders import (
     LeaseEnd,
     LeaseHold,
@@ -44,6 +43,7 @@ from kvferry.protocol.queries import (
     Unsubscribe,
     encode_params,
 )
+from kvferry.protocol.slots import Done
 
 KEY = bytes(range(32))
 BOOT = "0123456789abcdef" * 2

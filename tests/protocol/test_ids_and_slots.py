@@ -6,13 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.ids import (
-    EMPTY,
-    SLOT_BYTES,
     Epoch,
-    SlotState,
     epoch_from_text,
     epoch_to_text,
     new_epoch,
+)
+from kvferry.protocol.slots import (
+    EMPTY,
+    SLOT_BYTES,
+    SlotState,
     slot_word,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvferry.protocol.notifications import (
+from kvferry.protocol.slots import (
     MAGIC,
     Done,
     decode_notification,

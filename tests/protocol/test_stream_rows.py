@@ -7,13 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.protocol.ids import (
-    MAX_PROGRESS,
-    SLOT_BYTES,
     Epoch,
+)
+from kvferry.protocol.slots import (
+    MAX_PROGRESS,
+    PAGE_IDS,
+    SLOT_BYTES,
+    StreamRows,
+    header_word,
     progress_of,
     progress_word,
 )
-from kvferry.protocol.stream_rows import PAGE_IDS, StreamRows, header_word
 
 epochs = st.integers(1, 2**60 - 1).map(Epoch)
 

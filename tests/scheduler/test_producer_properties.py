@@ -12,8 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.ids import EMPTY, Epoch, SlotState, slot_word
-from kvferry.protocol.notifications import Done
+from kvferry.protocol.ids import (
+    Epoch,
+)
+from kvferry.protocol.slots import (
+    EMPTY,
+    Done,
+    SlotState,
+    slot_word,
+)
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.block_references import Reservation
 from kvferry.scheduler.producer.lease import LeaseUse

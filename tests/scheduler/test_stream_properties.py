@@ -14,8 +14,13 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.ids import EMPTY, Epoch
+from kvferry.protocol.ids import (
+    Epoch,
+)
 from kvferry.protocol.orders import LeaseProgress
+from kvferry.protocol.slots import (
+    EMPTY,
+)
 from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.lease_slots import LeaseOrders

@@ -9,16 +9,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from msgspec import structs
 
 from kvferry.protocol.ids import (
-    EMPTY,
     Epoch,
-    SlotState,
     epoch_to_text,
+)
+from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
+from kvferry.protocol.slots import (
+    EMPTY,
+    STREAM_ROWS,
+    Done,
+    SlotState,
+    header_word,
     progress_word,
     slot_word,
 )
-from kvferry.protocol.notifications import Done
-from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
-from kvferry.protocol.stream_rows import STREAM_ROWS, header_word
 from kvferry.worker.leases import LeaseTable, StreamRowTable
 from tests.fakes.device_mark import FakeMark
 from tests.harness.integrity import table_errors

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.ids import SLOT_BYTES
+from kvferry.protocol.slots import (
+    SLOT_BYTES,
+)
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device, HostMemory
 from kvferry.worker.fabric.entries import SlotReads

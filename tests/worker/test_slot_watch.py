@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from kvferry.protocol.ids import (
-    SLOT_BYTES,
     Epoch,
+)
+from kvferry.protocol.slots import (
+    SLOT_BYTES,
     SlotState,
     progress_of,
     progress_word,

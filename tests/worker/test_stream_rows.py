@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from kvferry.protocol.ids import (
-    EMPTY,
     Epoch,
-    SlotState,
     epoch_to_text,
-    progress_of,
-    slot_word,
 )
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
-from kvferry.protocol.stream_rows import (
+from kvferry.protocol.slots import (
+    EMPTY,
     ID_BYTES,
     PAGE_IDS,
     ROW_HEADER_BYTES,
     STREAM_ROWS,
+    SlotState,
     header_word,
+    progress_of,
+    slot_word,
 )
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.leases import LeaseTable, StreamRowTable

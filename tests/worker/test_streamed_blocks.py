@@ -15,13 +15,16 @@ from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.geometry import Interleave
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.ids import (
-    MAX_PROGRESS,
     Epoch,
+)
+from kvferry.protocol.slots import (
+    MAX_PROGRESS,
+    PAGE_IDS,
     SlotState,
+    StreamRows,
     progress_word,
     slot_word,
 )
-from kvferry.protocol.stream_rows import PAGE_IDS, StreamRows
 from kvferry.worker.loads.slot_watch import complete_tokens
 from kvferry.worker.loads.streamed_read import StreamedBlocks
 

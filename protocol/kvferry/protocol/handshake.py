@@ -69,7 +69,7 @@ from kvferry.protocol.ids import (
 )
 from kvferry.protocol.params import MAC_KEY_BYTES
 from kvferry.protocol.queries import Answers, FindPrefixes, Subscribe, Unsubscribe
-from kvferry.protocol.stream_rows import StreamRows
+from kvferry.protocol.slots import StreamRows
 
 CHANNEL_VERSION = 3
 MAX_REQUEST_BYTES = 256 << 10
@@ -201,7 +201,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseTableAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The location of a worker's lease slots: host memory, `slots` times 16 bytes (`kvferry.protocol.ids`).
+    """The location of a worker's lease slots: host memory, `slots` times 16 bytes (`kvferry.protocol.slots`).
 
     Attributes:
         address: of the first slot.

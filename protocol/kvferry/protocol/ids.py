@@ -1,18 +1,7 @@
-"""Types of the identifiers that cross process borders, with the bounds that their decoders enforce.
-
-The words in a lease slot, which a consumer reads before and after the data:
-
-    word 0   bits 63 … 4    epoch, 60 random bits, never zero
-             bits  3 … 0    state
-    word 1   bits 63 … 24   the lowest 40 bits of the epoch
-             bits 23 … 0    leading tokens of the prompt that are complete, while the state is COMPUTING
-
-Eight bytes each, little endian, each written with one aligned store. The words of an empty slot are 0.
-"""
+"""Types of the identifiers that cross process borders, with the bounds that their decoders enforce."""
 
 from __future__ import annotations
 
-import enum
 import secrets
 from typing import Annotated, NewType
 
@@ -69,45 +58,3 @@ def epoch_to_text(epoch: Epoch) -> str:
 def epoch_from_text(text: str) -> Epoch:
     """Inverse of `epoch_to_text`; `text` has been validated as `HexEpoch`."""
     return Epoch(int(text, 16))
-
-
-SLOT_BYTES = 16
-EMPTY = 0
-PROGRESS_BITS = 24
-MAX_PROGRESS = (1 << PROGRESS_BITS) - 1
-"""Most tokens that a progress word can report."""
-
-
-class SlotState(enum.IntEnum):
-    """State of the blocks of a lease, as its slot shows it."""
-
-    COMPUTING = 1
-    """The producer may still write them."""
-    READY = 2
-    """They are complete and held."""
-
-
-def slot_word(epoch: Epoch, state: SlotState) -> int:
-    """The first 64-bit word of a slot."""
-    return epoch << 4 | state
-
-
-def progress_word(epoch: Epoch, tokens: int) -> int:
-    """The second word of a slot: this many leading tokens of the prompt are complete; at most `MAX_PROGRESS`."""
-    return _tag(epoch) << PROGRESS_BITS | min(tokens, MAX_PROGRESS)
-
-
-def progress_of(word: int, epoch: Epoch) -> int:
-    """The complete tokens that a slot's second word reports under this epoch: 0 if it is of another one."""
-    if word >> PROGRESS_BITS != _tag(epoch):
-        return 0
-    return word & MAX_PROGRESS
-
-
-_TAG_MASK = (1 << (64 - PROGRESS_BITS)) - 1
-
-
-def _tag(epoch: Epoch) -> int:
-    # The two words are written one after the other, so a reader may see the tokens of one lease beside the epoch of the
-    # next. The epoch's low bits in the second word tell them apart.
-    return epoch & _TAG_MASK

@@ -40,7 +40,7 @@ from kvferry.protocol.ids import (
     Text,
 )
 from kvferry.protocol.params import Blocks, RemotePrefill
-from kvferry.protocol.stream_rows import RowIndex
+from kvferry.protocol.slots import RowIndex
 
 ORDERS_VERSION: Final = 1
 _MAX_BYTES = 1 << 30

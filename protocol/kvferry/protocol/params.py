@@ -90,7 +90,7 @@ from kvferry.protocol.ids import (
     Text,
 )
 from kvferry.protocol.queries import MAX_ANSWERS_BYTES, boot_of, engine_of
-from kvferry.protocol.stream_rows import RowIndex
+from kvferry.protocol.slots import RowIndex
 
 PARAMS_VERSION = 1
 MAX_BLOCKS = 1 << 20

@@ -54,7 +54,7 @@ from kvferry.protocol.convert import decode
 from kvferry.protocol.digests import DIGEST_BYTES
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.ids import BootId, Count, Hex128, Port, Positive, Text
-from kvferry.protocol.stream_rows import MAX_ROW_GROUPS
+from kvferry.protocol.slots import MAX_ROW_GROUPS
 
 MAX_QUERIES = 256
 """Most queries of one message."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.slots import (
+    EMPTY,
+)
 from kvferry.worker.loads.results import LoadRecord
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine, OrderedLoad

@@ -11,9 +11,11 @@ import pytest
 from bench.relayout_waves import moved_bytes
 
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.ids import SlotState
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import Blocks
+from kvferry.protocol.slots import (
+    SlotState,
+)
 from kvferry.worker.device import HOST, DeviceMark
 from kvferry.worker.relayout.device_table import DevicePieces, DeviceTable
 from kvferry.worker.relayout.reference import ReferenceRelayout

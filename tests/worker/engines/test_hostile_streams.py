@@ -11,14 +11,16 @@ import pytest
 
 from kvferry.protocol.ids import (
     Epoch,
-    SlotState,
     epoch_from_text,
     new_epoch,
+)
+from kvferry.protocol.orders import FailureReason
+from kvferry.protocol.slots import (
+    SlotState,
+    header_word,
     progress_word,
     slot_word,
 )
-from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.stream_rows import header_word
 from kvferry.worker.fabric.entries import EntryRead
 from kvferry.worker.loads import state as load_state
 from kvferry.worker.loads.fence import LeaseReads

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.protocol.ids import EMPTY
+from kvferry.protocol.slots import (
+    EMPTY,
+)
 from kvferry.worker.transfer_thread import IDLE_NOTIFICATION_S, QUARANTINE_POLL_S
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine

@@ -6,13 +6,15 @@ import pytest
 
 from kvferry.link import limits
 from kvferry.link.limits import Backoff
-from kvferry.protocol.ids import EMPTY
 from kvferry.protocol.orders import (
     FailureReason,
     LeaseEnd,
     StepOrders,
     encode_head,
     encode_orders,
+)
+from kvferry.protocol.slots import (
+    EMPTY,
 )
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.leases import LeaseTable

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.protocol.ids import EMPTY, Epoch, epoch_to_text
-from kvferry.protocol.notifications import MAGIC, Done, encode_notification
+from kvferry.protocol.ids import (
+    Epoch,
+    epoch_to_text,
+)
+from kvferry.protocol.slots import (
+    EMPTY,
+    MAGIC,
+    Done,
+    encode_notification,
+)
 from kvferry.worker.fabric.errors import FabricError, PeerLost, TransferFailed
 from tests.fakes.memory_fabric import MemoryFabric
 from tests.harness.cache_engine import wait_until_idle

@@ -8,7 +8,9 @@ from collections import Counter
 
 import pytest
 
-from kvferry.protocol.ids import SlotState
+from kvferry.protocol.slots import (
+    SlotState,
+)
 from kvferry.worker import transfer_thread
 from kvferry.worker.fabric.port import PeerAgent, Transfer, TransferState
 from kvferry.worker.loads.results import StepResults

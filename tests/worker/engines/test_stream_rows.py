@@ -8,12 +8,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.protocol.ids import (
-    EMPTY,
     Epoch,
-    SlotState,
     epoch_to_text,
-    progress_of,
-    slot_word,
 )
 from kvferry.protocol.orders import (
     LeaseEnd,
@@ -22,12 +18,16 @@ from kvferry.protocol.orders import (
     LeaseProgress,
     StepOrders,
 )
-from kvferry.protocol.stream_rows import (
+from kvferry.protocol.slots import (
+    EMPTY,
     ID_BYTES,
     PAGE_IDS,
     ROW_HEADER_BYTES,
+    SlotState,
     StreamRows,
     header_word,
+    progress_of,
+    slot_word,
 )
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, TransferState
 from tests.fakes.device_mark import ClockedDevice, FakeClock

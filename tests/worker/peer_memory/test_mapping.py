@@ -19,8 +19,12 @@ from kvferry.protocol.handshake import (
     SharedMemory,
     WorkerDescription,
 )
-from kvferry.protocol.ids import SLOT_BYTES
-from kvferry.protocol.stream_rows import ID_BYTES, PAGE_IDS, StreamRows
+from kvferry.protocol.slots import (
+    ID_BYTES,
+    PAGE_IDS,
+    SLOT_BYTES,
+    StreamRows,
+)
 from kvferry.worker.peer_memory import mapping
 from kvferry.worker.peer_memory.host_memory import FileMemory
 from kvferry.worker.peer_memory.mapping import WorkerMapping

@@ -3,7 +3,7 @@ being computed, and the notifications that end a lease.
 
 A lease is held from the step on that completes its prompt. It becomes READY when the device has finished that step and,
 where peers read a copy of the caches, the blocks have been copied. A prompt that is read while it is computed has a row
-too (`kvferry.protocol.stream_rows`), and its slot reports the tokens of the steps that the device has finished.
+too (`kvferry.protocol.slots`), and its slot reports the tokens of the steps that the device has finished.
 
 Leases are opened by the step thread; everything else is done by the transfer thread, and both use a lock.
 
@@ -29,25 +29,26 @@ from numpy.typing import NDArray
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
 from kvferry.protocol.handshake import LeaseTableAddress
 from kvferry.protocol.ids import (
-    EMPTY,
-    SLOT_BYTES,
     Epoch,
-    SlotState,
     epoch_from_text,
-    progress_word,
-    slot_word,
 )
-from kvferry.protocol.notifications import Done, decode_notification
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.params import Blocks
 from kvferry.protocol.rate_limited_log import RateLimitedLog
-from kvferry.protocol.stream_rows import (
+from kvferry.protocol.slots import (
+    EMPTY,
     ID_BYTES,
     PAGE_IDS,
     ROW_HEADER_BYTES,
+    SLOT_BYTES,
     STREAM_ROWS,
+    Done,
+    SlotState,
     StreamRows,
+    decode_notification,
     header_word,
+    progress_word,
+    slot_word,
 )
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import internal_errors

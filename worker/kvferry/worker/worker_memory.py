@@ -11,7 +11,9 @@ import numpy as np
 
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.handshake import MAX_ALLOCATIONS, CacheGroup, SharedMemory
-from kvferry.protocol.ids import SLOT_BYTES
+from kvferry.protocol.slots import (
+    SLOT_BYTES,
+)
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.entries import IdPages, SlotReads
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region

@@ -12,7 +12,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, new_epoch
 from kvferry.protocol.orders import LeaseHold
 from kvferry.protocol.params import Blocks
-from kvferry.protocol.stream_rows import STREAM_ROWS
+from kvferry.protocol.slots import STREAM_ROWS
 from kvferry.protocol.transitions import next_state
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.counters import Counters

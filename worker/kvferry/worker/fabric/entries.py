@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.protocol.ids import EMPTY
-from kvferry.protocol.stream_rows import PAGE_IDS
+from kvferry.protocol.slots import (
+    EMPTY,
+    PAGE_IDS,
+)
 from kvferry.worker.fabric.port import (
     DescriptorRows,
     Fabric,

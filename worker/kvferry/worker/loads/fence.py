@@ -15,9 +15,16 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from kvferry.protocol.ids import Epoch, SlotState, epoch_from_text, slot_word
+from kvferry.protocol.ids import (
+    Epoch,
+    epoch_from_text,
+)
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.params import RemotePrefill
+from kvferry.protocol.slots import (
+    SlotState,
+    slot_word,
+)
 from kvferry.worker.fabric.entries import (
     EntryBuffer,
     EntryRead,

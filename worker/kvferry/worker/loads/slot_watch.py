@@ -26,7 +26,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.protocol.ids import Epoch, SlotState, progress_of, slot_word
+from kvferry.protocol.ids import (
+    Epoch,
+)
+from kvferry.protocol.slots import (
+    SlotState,
+    progress_of,
+    slot_word,
+)
 from kvferry.worker.fabric.entries import EntryRead, SlotReads, entries_needed
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.fabric.port import TransferState

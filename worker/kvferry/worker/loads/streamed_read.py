@@ -19,9 +19,17 @@ from kvferry.plan.blocks import RequestBlocks
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.protocol.ids import EMPTY, Epoch, epoch_from_text
+from kvferry.protocol.ids import (
+    Epoch,
+    epoch_from_text,
+)
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.stream_rows import PAGE_IDS, StreamRows, header_word
+from kvferry.protocol.slots import (
+    EMPTY,
+    PAGE_IDS,
+    StreamRows,
+    header_word,
+)
 from kvferry.worker.loads.reading import LoadParts, ReadSteps, Units
 from kvferry.worker.loads.slot_watch import SlotWords, complete_tokens
 from kvferry.worker.loads.state import LoadFailed

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.protocol.handshake import WorkerDescription
-from kvferry.protocol.stream_rows import PAGE_IDS
+from kvferry.protocol.slots import PAGE_IDS
 from kvferry.worker.peer_memory.port import (
     PROOF_BYTES,
     DeviceBytes,

@@ -16,7 +16,9 @@ from kvferry.link.awake_clock import LONGEST_TURN_S, AwakeClock
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.protocol.ids import EMPTY
+from kvferry.protocol.slots import (
+    EMPTY,
+)
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.entries import SlotReads
 from kvferry.worker.fabric.port import (

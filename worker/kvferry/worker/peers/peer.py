@@ -12,12 +12,12 @@ from kvferry.plan.waves import source_table
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress
 from kvferry.protocol.hosts import host_port
-from kvferry.protocol.ids import SLOT_BYTES
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.stream_rows import (
+from kvferry.protocol.slots import (
     ID_BYTES,
     PAGE_IDS,
     ROW_HEADER_BYTES,
+    SLOT_BYTES,
     StreamRows,
 )
 from kvferry.worker.caches import KvCaches
