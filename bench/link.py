@@ -28,11 +28,17 @@ from multiprocessing.connection import Connection
 from bench.figures import Cell, Results, Table, publish
 from bench.provenance import begin
 from kvferry.link.client import SideChannelClient
-from kvferry.link.lease_commands import RemoteLease, RenewLease
-from kvferry.link.lease_inbox import LeaseInbox, LeaseMessage
+from kvferry.link.commands import (
+    LeaseInbox,
+    LeaseMessage,
+    Producer,
+    RemoteLease,
+    RenewLease,
+    StartQuery,
+    StopQuery,
+)
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.query_client import QueryClient
-from kvferry.link.query_commands import Producer, StartQuery, StopQuery
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.server import SideChannelListener
 from kvferry.plan.cost import Costs

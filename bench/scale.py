@@ -20,7 +20,7 @@ from bench.agent_process import AgentProcess, usage
 from bench.figures import Chart, Results, Series, Table, publish
 from bench.provenance import begin
 from kvferry.link.client import SideChannelClient
-from kvferry.link.lease_commands import RemoteLease, RenewLease
+from kvferry.link.commands import RemoteLease, RenewLease
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.protocol.handshake import LeaseName

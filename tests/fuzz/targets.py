@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvferry.link.lease_commands import RemoteLease
+from kvferry.link.commands import RemoteLease
 from kvferry.protocol.convert import as_type
 from kvferry.protocol.description_json import (
     EngineJson,

@@ -11,7 +11,7 @@ import zmq
 
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.link.client import SideChannelClient
-from kvferry.link.lease_inbox import LeaseInbox, LeaseMessage
+from kvferry.link.commands import LeaseInbox, LeaseMessage
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.secrets import Secrets

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvferry.link.accepted_connections import AcceptedConnections
-from kvferry.link.lease_commands import ReleaseLease, RemoteLease
+from kvferry.link.commands import ReleaseLease, RemoteLease
 from kvferry.link.limits import MAX_CONNECTIONS
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.protocol.handshake import EngineDescription, Hello, LeaseName, encode

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.link import allowed_hosts
-from kvferry.link.lease_commands import ReleaseLease, RenewLease
+from kvferry.link.commands import Producer, ReleaseLease, RenewLease, StartQuery
 from kvferry.link.prewarmer import PeerPrewarmer
 from kvferry.link.query_client import QueryClient
-from kvferry.link.query_commands import Producer, StartQuery
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.queries import Answer, PromptProgress

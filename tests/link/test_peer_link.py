@@ -17,12 +17,11 @@ import pytest
 import zmq
 
 from kvferry.link import limits
+from kvferry.link.commands import ReleaseLease, RenewLease, StartQuery
 from kvferry.link.connection import Connection
-from kvferry.link.lease_commands import ReleaseLease, RenewLease
 from kvferry.link.limits import Backoff
 from kvferry.link.prewarmer import PeerPrewarmer
 from kvferry.link.query_client import QueryClient
-from kvferry.link.query_commands import StartQuery
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.secrets import Secret
 from kvferry.link.server import SideChannelListener

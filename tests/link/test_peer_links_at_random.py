@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvferry.link import limits
+from kvferry.link.commands import Producer, StartQuery, StopQuery
 from kvferry.link.limits import Backoff
 from kvferry.link.peer_link import Message
-from kvferry.link.query_commands import Producer, StartQuery, StopQuery
 from kvferry.protocol.errors import ConnectionEnded
 from kvferry.protocol.handshake import LeaseName, Release, encode
 from kvferry.protocol.queries import (

@@ -11,9 +11,9 @@ import pytest
 from kvferry.link import limits
 from kvferry.link.allowed_hosts import ANY_HOST
 from kvferry.link.client import SideChannelClient
+from kvferry.link.commands import Producer, StartQuery, StartSearch, StopQuery
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.query_client import QueryClient
-from kvferry.link.query_commands import Producer, StartQuery, StartSearch, StopQuery
 from kvferry.protocol.digests import GrowingChain, Prompt
 from kvferry.protocol.handshake import Refused, encode
 from kvferry.protocol.queries import Answer, PromptProgress, PromptQuery

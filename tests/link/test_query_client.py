@@ -9,11 +9,11 @@ from collections.abc import Callable, Container
 import pytest
 
 from kvferry.link import limits
+from kvferry.link.commands import Producer, QueryCommand, StartQuery, StopQuery
 from kvferry.link.connection_slots import ConnectionSlotsSnapshot
 from kvferry.link.limits import Backoff
 from kvferry.link.peer_link import Message, PeerLinks, PeerLinksSnapshot
 from kvferry.link.query_client import QueryClient
-from kvferry.link.query_commands import Producer, QueryCommand, StartQuery, StopQuery
 from kvferry.protocol.errors import (
     ConnectionEnded,
     HandshakeFailed,

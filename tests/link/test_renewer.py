@@ -13,7 +13,7 @@ import pytest
 from kvferry.link import host_names, limits
 from kvferry.link import renewer as module
 from kvferry.link.allowed_hosts import AllowedHosts
-from kvferry.link.lease_commands import (
+from kvferry.link.commands import (
     ForgetLease,
     ReleaseLease,
     RemoteLease,

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from kvferry.link.accepted_connections import REASONS
-from kvferry.link.lease_commands import ReleaseLease, RemoteLease
+from kvferry.link.commands import ReleaseLease, RemoteLease
 from kvferry.link.secrets import VARIABLE, Secret, Secrets
 from kvferry.link.sockets import KeyPair, client_keys, listener_keys
 from kvferry.protocol.errors import InvalidSecretFile, PeerRefused

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.link.lease_commands import RenewLease
+from kvferry.link.commands import RenewLease, StartQuery
 from kvferry.link.query_client import QueryClient
-from kvferry.link.query_commands import StartQuery
 from kvferry.link.renewer import LeaseRenewer
 from tests.link.channel import ANY_ADDRESS, HOST, listening, many_hosts
 from tests.link.test_query_client import query

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.link.lease_commands import (
+from kvferry.link.commands import (
     ForgetLease,
     LeaseCommand,
     LeaseKey,

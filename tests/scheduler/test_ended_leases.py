@@ -7,7 +7,7 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.link.lease_commands import LeaseKey
+from kvferry.link.commands import LeaseKey
 from kvferry.protocol.ids import EPOCH_BITS, epoch_to_text, new_boot_id, new_epoch
 from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES, EndedLeases
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.link.query_commands import StartQuery, StopQuery
+from kvferry.link.commands import StartQuery, StopQuery
 from kvferry.protocol.digests import GrowingChain, Prompt, digest_chain
 from kvferry.protocol.queries import (
     Answer,

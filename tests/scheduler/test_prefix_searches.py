@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.link import limits
+from kvferry.link.commands import QueryCommands, StartSearch, StopQuery
 from kvferry.link.limits import Backoff
-from kvferry.link.query_commands import QueryCommands, StartSearch, StopQuery
 from kvferry.protocol.digests import GrowingChain, Prompt
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.queries import PromptProgress

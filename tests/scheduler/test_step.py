@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.link import limits
-from kvferry.link.lease_inbox import LeaseInbox, ReceivedLease
+from kvferry.link.commands import LeaseInbox, ReceivedLease
 from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.handshake import LeaseName, Release, Renew

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from kvferry.link import limits
+from kvferry.link.commands import Producer
 from kvferry.link.peer_link import PeerLink
-from kvferry.link.query_commands import Producer
 from kvferry.protocol.handshake import encode
 from kvferry.protocol.queries import (
     MAX_QUERIES,

@@ -26,16 +26,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvferry.link import limits
-from kvferry.link.limits import has_share
-from kvferry.link.peer_link import PeerLinks
-from kvferry.link.queried_producer import QueriedProducer, Query
-from kvferry.link.query_commands import (
+from kvferry.link.commands import (
     SETTLING,
     Producer,
     QueryCommand,
     StartQuery,
     StartSearch,
 )
+from kvferry.link.limits import has_share
+from kvferry.link.peer_link import PeerLinks
+from kvferry.link.queried_producer import QueriedProducer, Query
 from kvferry.protocol.hosts import one_spelling
 from kvferry.protocol.queries import (
     Answer,

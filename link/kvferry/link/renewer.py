@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.link import limits
-from kvferry.link.lease_commands import (
+from kvferry.link.commands import (
     ForgetLease,
     LeaseCommand,
     LeaseKey,

@@ -28,10 +28,10 @@ import zmq
 from kvferry.link import limits
 from kvferry.link.accepted_connections import AcceptedConnectionsSnapshot
 from kvferry.link.awake_clock import AwakeClock
+from kvferry.link.commands import LeaseInbox, LeaseMessage
 from kvferry.link.counts import Counts
 from kvferry.link.guarded_socket import GuardedSocket
 from kvferry.link.host_names import listening_address
-from kvferry.link.lease_inbox import LeaseInbox, LeaseMessage
 from kvferry.link.secrets import Secrets
 from kvferry.protocol.errors import InvalidConfig, InvalidMessage
 from kvferry.protocol.handshake import (

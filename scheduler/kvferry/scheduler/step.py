@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.link.lease_inbox import LeaseInbox
+from kvferry.link.commands import LeaseInbox
 from kvferry.protocol.handshake import Release
 from kvferry.protocol.orders import StepOrders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger

@@ -35,7 +35,7 @@ from kvferry.connector.vllm.scheduler import (
     report_cached_tokens,
 )
 from kvferry.link.allowed_hosts import TrustedHosts
-from kvferry.link.lease_commands import RemoteLease
+from kvferry.link.commands import RemoteLease
 from kvferry.plan.tokens import held_from
 from kvferry.protocol.digests import Prompt, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams

@@ -41,7 +41,7 @@ from kvferry.connector.vllm.core import EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.connector.vllm.scheduler import hint_actions
 from kvferry.link.allowed_hosts import TrustedHosts
-from kvferry.link.query_commands import Producer
+from kvferry.link.commands import Producer
 from kvferry.protocol.digests import CHUNK_TOKENS, GrowingChain, Prompt
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.hosts import host_port, one_spelling

@@ -27,7 +27,7 @@ from kvferry.connector.scheduler_side.requests import (
     Parking,
 )
 from kvferry.connector.vllm.core import EngineLoop
-from kvferry.link.query_commands import SETTLING, Producer, QueryCommands
+from kvferry.link.commands import SETTLING, Producer, QueryCommands
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.hosts import host_port

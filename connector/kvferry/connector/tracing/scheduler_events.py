@@ -15,7 +15,7 @@ from kvferry.connector.tracing.worker_events import (
     has_opentelemetry_on,
     open_trace_file,
 )
-from kvferry.link.lease_commands import RemoteLease
+from kvferry.link.commands import RemoteLease
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.orders import LeaseProgress, LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn

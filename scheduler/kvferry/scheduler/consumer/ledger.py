@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvferry.link.lease_commands import (
+from kvferry.link.commands import (
     ForgetLease,
     LeaseCommand,
     LeaseKey,

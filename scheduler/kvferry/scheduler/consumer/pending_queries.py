@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.link.query_commands import (
+from kvferry.link.commands import (
     SETTLING,
     Producer,
     QueryCommands,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.link.query_commands import Producer
+from kvferry.link.commands import Producer
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.params import RemotePrefill
 

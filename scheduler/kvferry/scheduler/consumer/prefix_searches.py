@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from kvferry.link import limits
-from kvferry.link.query_commands import (
+from kvferry.link.commands import (
     Producer,
     QueryCommands,
     StartSearch,

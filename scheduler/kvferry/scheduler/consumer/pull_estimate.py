@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry.link.query_commands import Producer
+from kvferry.link.commands import Producer
 from kvferry.protocol.digests import CHUNK_TOKENS
 
 OVERHEAD_S = 0.005

@@ -18,7 +18,7 @@ import enum
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvferry.link.lease_commands import LeaseKey, RemoteLease
+from kvferry.link.commands import LeaseKey, RemoteLease
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.transitions import TableEnum
 
