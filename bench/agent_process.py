@@ -27,6 +27,7 @@ import numpy as np
 
 from bench.llama import llama
 from kvferry.link.client import SideChannelClient
+from kvferry.link.counters import Counters
 from kvferry.link.server import SideChannelListener
 from kvferry.plan.cost import Costs
 from kvferry.plan.planner import plan_transfer
@@ -34,7 +35,6 @@ from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress
 from kvferry.protocol.slots import (
     SLOT_BYTES,
 )
-from kvferry.scheduler.counters import Counters
 from kvferry.worker.fabric.nixl import AgentConfig, NixlFabric
 from kvferry.worker.fabric.port import (
     DescriptorRows,

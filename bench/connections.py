@@ -29,8 +29,8 @@ from bench.figures import Cell, Results, Table, publish
 from bench.provenance import begin
 from kvferry.link import limits
 from kvferry.link.client import SideChannelClient
+from kvferry.link.counters import Counters
 from kvferry.link.server import SideChannelListener
-from kvferry.scheduler.counters import Counters
 from tests.plan import samples
 from tests.ports import free_port
 

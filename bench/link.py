@@ -37,6 +37,7 @@ from kvferry.link.commands import (
     StartQuery,
     StopQuery,
 )
+from kvferry.link.counters import Counters
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.query_client import QueryClient
 from kvferry.link.renewer import LeaseRenewer
@@ -44,7 +45,6 @@ from kvferry.link.server import SideChannelListener
 from kvferry.plan.cost import Costs
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.queries import Answer, PromptQuery
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.peers.handshakes import Handshakes

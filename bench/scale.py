@@ -21,10 +21,10 @@ from bench.figures import Chart, Results, Series, Table, publish
 from bench.provenance import begin
 from kvferry.link.client import SideChannelClient
 from kvferry.link.commands import RemoteLease, RenewLease
+from kvferry.link.counters import Counters
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.protocol.handshake import LeaseName
-from kvferry.scheduler.counters import Counters
 from tests.link.channel import many_hosts
 
 _MEMORY = 1 << 16

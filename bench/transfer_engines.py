@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from bench.transfer_shapes import FACTS, Scenario, Side
+from kvferry.link.counters import Counters
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import EngineDescription
@@ -35,7 +36,6 @@ from kvferry.protocol.slots import (
     SlotState,
     slot_word,
 )
-from kvferry.scheduler.counters import Counters
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import Device
 from kvferry.worker.fabric.nixl import NixlFabric

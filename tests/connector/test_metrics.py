@@ -27,8 +27,8 @@ from kvferry.connector.metrics.tables import (
     RECOMPUTE_REASONS,
     RELEASE_WAYS,
 )
+from kvferry.link.counters import CounterKey
 from kvferry.protocol.orders import FailureReason
-from kvferry.scheduler.counters import CounterKey
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.worker.loads.results import LoadRecord, Stage, StepResults
 from kvferry.worker.peers.peer import PeerKey

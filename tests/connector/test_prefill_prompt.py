@@ -24,12 +24,12 @@ from kvferry.connector.scheduler_side.requests import EngineRequests, SchedulerC
 from kvferry.connector.vllm.core import EngineLoop
 from kvferry.connector.vllm.scheduler import EngineBlocks
 from kvferry.link.allowed_hosts import AllowedHosts, TrustedHosts
+from kvferry.link.counters import Counters
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.requests import RequestTable

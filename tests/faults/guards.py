@@ -586,7 +586,7 @@ GUARDS = (
         "recomputes",
         "a prompt that is computed locally instead is counted",
         (8,),
-        "kvferry.scheduler.counters:Counters.add",
+        "kvferry.link.counters:Counters.add",
         switches.count_no_recomputes,
         (
             "tests/engine_core/test_metrics.py::test_outcomes_of_remote_prompts_are_in_prometheus_by_reason",

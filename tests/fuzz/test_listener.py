@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from kvferry.link import limits
 from kvferry.link.accepted_connections import MAX_UNFINISHED_BYTES
+from kvferry.link.counters import Counters
 from kvferry.link.limits import MAX_WAITING_LEASES
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.handshake import (
@@ -30,7 +31,6 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.queries import PromptQuery, Subscribe, Unsubscribe
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from tests.fuzz.test_targets import hostile_bytes
 from tests.link.channel import HOST, ask, client, listening

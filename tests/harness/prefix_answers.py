@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvferry.link.counters import Counters
 from kvferry.link.secrets import Secrets
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.digests import Prompt, digest_chain
@@ -23,7 +24,6 @@ from kvferry.protocol.queries import (
     chain_bytes,
     encode_params,
 )
-from kvferry.scheduler.counters import Counters
 from tests.link.channel import MessageInbox
 from tests.ports import free_port
 from tests.waiting import wait_until

@@ -12,6 +12,7 @@ import zmq
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.link.client import SideChannelClient
 from kvferry.link.commands import LeaseInbox, LeaseMessage
+from kvferry.link.counters import Counters
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.secrets import Secrets
@@ -24,7 +25,6 @@ from kvferry.protocol.handshake import (
     decode_reply,
     encode,
 )
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from tests.ports import free_port as free_port
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvferry.link.counters import Counters
 from kvferry.link.renewer import LeaseRenewer
-from kvferry.scheduler.counters import Counters
 from tests.link import channel
 
 

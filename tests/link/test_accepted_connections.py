@@ -14,10 +14,10 @@ import zmq
 
 from kvferry.link.accepted_connections import AcceptedConnections
 from kvferry.link.commands import ReleaseLease, RemoteLease
+from kvferry.link.counters import Counters
 from kvferry.link.limits import MAX_CONNECTIONS
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.protocol.handshake import EngineDescription, Hello, LeaseName, encode
-from kvferry.scheduler.counters import Counters
 from tests.link.channel import HOST, ask, client, listening
 from tests.protocol.samples import BOOT, EPOCH, make_description
 from tests.waiting import wait_until

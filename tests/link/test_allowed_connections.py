@@ -15,10 +15,10 @@ import zmq
 from kvferry.link import allowed_hosts, host_names
 from kvferry.link.allowed_hosts import ANY_HOST, AllowedHosts
 from kvferry.link.client import SideChannelClient
+from kvferry.link.counters import Counters
 from kvferry.link.secrets import Secrets
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.hosts import HOST_VARIABLE
-from kvferry.scheduler.counters import Counters
 from tests.link.channel import HOST, listening
 from tests.link.secret_files import NEW, OTHER
 from tests.link.test_hosts import BYPASS, NO_HOST, NOT_ONE_HOST

@@ -10,12 +10,12 @@ import pytest
 
 from kvferry.link import allowed_hosts
 from kvferry.link.commands import Producer, ReleaseLease, RenewLease, StartQuery
+from kvferry.link.counters import Counters
 from kvferry.link.prewarmer import PeerPrewarmer
 from kvferry.link.query_client import QueryClient
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.queries import Answer, PromptProgress
-from kvferry.scheduler.counters import Counters
 from tests.link.test_query_client import query
 from tests.link.test_renewer import lease
 from tests.waiting import wait_until

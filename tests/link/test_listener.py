@@ -19,6 +19,7 @@ import zmq
 from kvferry.link import limits
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.link.client import SideChannelClient
+from kvferry.link.counters import Counters
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol import handshake
 from kvferry.protocol.digests import Prompt, digest_chain
@@ -44,7 +45,6 @@ from kvferry.protocol.queries import (
     Subscribe,
     decode_answers,
 )
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from tests.link.channel import (
     HOST,
@@ -455,7 +455,7 @@ def test_closing_joins_at_once_frees_the_port_and_may_be_repeated(
 def test_a_process_that_never_closes_it_still_ends() -> None:
     script = (
         "from kvferry.link.server import SideChannelListener\n"
-        "from kvferry.scheduler.counters import Counters\n"
+        "from kvferry.link.counters import Counters\n"
         f"kept = SideChannelListener('{HOST}', {free_port()}, Counters())\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)

@@ -19,6 +19,7 @@ import zmq
 from kvferry.link import limits
 from kvferry.link.commands import ReleaseLease, RenewLease, StartQuery
 from kvferry.link.connection import Connection
+from kvferry.link.counters import Counters
 from kvferry.link.limits import Backoff
 from kvferry.link.prewarmer import PeerPrewarmer
 from kvferry.link.query_client import QueryClient
@@ -35,7 +36,6 @@ from kvferry.protocol.queries import (
     Answers,
     PromptProgress,
 )
-from kvferry.scheduler.counters import Counters
 from tests.link.channel import (
     ANY_ADDRESS,
     HOST,

@@ -12,12 +12,12 @@ from kvferry.link import limits
 from kvferry.link.allowed_hosts import ANY_HOST
 from kvferry.link.client import SideChannelClient
 from kvferry.link.commands import Producer, StartQuery, StartSearch, StopQuery
+from kvferry.link.counters import Counters
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.query_client import QueryClient
 from kvferry.protocol.digests import GrowingChain, Prompt
 from kvferry.protocol.handshake import Refused, encode
 from kvferry.protocol.queries import Answer, PromptProgress, PromptQuery
-from kvferry.scheduler.counters import Counters
 from tests.harness.prefix_answers import (
     ScriptedAnswerer,
     chain_of,

@@ -14,6 +14,7 @@ import zmq
 
 from kvferry.link import limits
 from kvferry.link.client import SideChannelClient
+from kvferry.link.counters import Counters
 from kvferry.link.limits import Backoff
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.prewarmer import PeerPrewarmer
@@ -21,7 +22,6 @@ from kvferry.link.secrets import Secrets
 from kvferry.link.sockets import watch
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.orders import Prewarm
-from kvferry.scheduler.counters import Counters
 from tests.link.channel import HOST, RecordingListener, free_port, threads_named
 from tests.link.secret_files import NEW, OLD, OTHER
 from tests.protocol.samples import make_description

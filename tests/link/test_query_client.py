@@ -11,6 +11,7 @@ import pytest
 from kvferry.link import limits
 from kvferry.link.commands import Producer, QueryCommand, StartQuery, StopQuery
 from kvferry.link.connection_slots import ConnectionSlotsSnapshot
+from kvferry.link.counters import Counters
 from kvferry.link.limits import Backoff
 from kvferry.link.peer_link import Message, PeerLinks, PeerLinksSnapshot
 from kvferry.link.query_client import QueryClient
@@ -29,7 +30,6 @@ from kvferry.protocol.queries import (
     Subscribe,
     Unsubscribe,
 )
-from kvferry.scheduler.counters import Counters
 
 HOST, PORT, SIBLING = "127.0.0.1", 5600, 5601
 LEASE = LeaseName(slot=1, epoch=f"{2:015x}")

@@ -19,11 +19,11 @@ from kvferry.link.commands import (
     RemoteLease,
     RenewLease,
 )
+from kvferry.link.counters import Counters
 from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.secrets import Secrets
 from kvferry.protocol.handshake import LeaseName, Release, Renew
-from kvferry.scheduler.counters import Counters
 from tests.engine_core.step_count import StepCount
 from tests.link.channel import HOST, RecordingListener, free_port, listening, renewing
 from tests.link.secret_files import NEW, OLD

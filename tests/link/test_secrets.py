@@ -17,6 +17,7 @@ import zmq
 
 from kvferry.link.accepted_connections import REASONS
 from kvferry.link.commands import ReleaseLease, RemoteLease
+from kvferry.link.counters import Counters
 from kvferry.link.secrets import VARIABLE, Secret, Secrets
 from kvferry.link.sockets import KeyPair, client_keys, listener_keys
 from kvferry.protocol.errors import InvalidSecretFile, PeerRefused
@@ -26,7 +27,6 @@ from kvferry.protocol.handshake import (
     Release,
     encode,
 )
-from kvferry.scheduler.counters import Counters
 from tests.harness.handshake import fetch_description
 from tests.link.channel import (
     HOST,

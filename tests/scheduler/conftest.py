@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.scheduler.counters import Counters
+from kvferry.link.counters import Counters
 
 
 @pytest.fixture

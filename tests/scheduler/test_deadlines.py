@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvferry.scheduler.counters import Counters
+from kvferry.link.counters import Counters
 from kvferry.scheduler.producer.deadlines import SCAN_S, Deadlines
 from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger

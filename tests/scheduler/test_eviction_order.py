@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvferry.link.counters import Counters
 from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.block_references import BlockReferences
 from kvferry.scheduler.producer.eviction_order import (
     Demand,

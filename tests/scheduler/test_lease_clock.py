@@ -8,9 +8,9 @@ import time
 import pytest
 
 from kvferry.link.awake_clock import AwakeClock
+from kvferry.link.counters import Counters
 from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.link.server import SideChannelListener
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.eviction_order import release_idle_turns
 from kvferry.scheduler.producer.lease import LeaseState, LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger

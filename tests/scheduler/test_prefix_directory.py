@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.link.counters import Counters
 from kvferry.protocol.digests import CHUNK_TOKENS, Prompt, digest_chain
 from kvferry.protocol.queries import (
     Answer,
@@ -18,7 +19,6 @@ from kvferry.protocol.queries import (
     Unsubscribe,
     chain_bytes,
 )
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer import prefix_directory
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.prefix_directory import (

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvferry.link.counters import Counters
 from kvferry.protocol.orders import Prewarm, decode_orders, encode_orders
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer import prewarm_queue
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.prewarm_queue import AGAIN_S, MAX_WAITING, PrewarmQueue
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.step import next_orders
 from tests.protocol.samples import BOOT, make_params, make_ticket

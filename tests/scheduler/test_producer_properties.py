@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvferry.link.counters import Counters
 from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
@@ -21,7 +22,6 @@ from kvferry.protocol.slots import (
     SlotState,
     slot_word,
 )
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.block_references import Reservation
 from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.lease_slots import LeaseOrders

@@ -8,12 +8,12 @@ import pytest
 
 from kvferry.link import limits
 from kvferry.link.commands import LeaseInbox, ReceivedLease
+from kvferry.link.counters import Counters
 from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.orders import StepOrders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.step import next_orders, receive_messages
 from tests.link.channel import free_port

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant, precondition, rule
 
+from kvferry.link.counters import Counters
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import (
@@ -21,7 +22,6 @@ from kvferry.protocol.orders import LeaseProgress
 from kvferry.protocol.slots import (
     EMPTY,
 )
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.lease_slots import LeaseOrders
 from kvferry.scheduler.producer.ledger import ProducerLedger

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.link.counters import Counters
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.ids import Epoch
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
@@ -16,7 +17,6 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemotePromptEvent,
     RemotePromptState,
 )
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import (
     LEASE_TRANSITIONS,
     LeaseEvent,

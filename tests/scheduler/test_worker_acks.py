@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.scheduler.counters import Counters
+from kvferry.link.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from tests.harness.ledgers import check_leases

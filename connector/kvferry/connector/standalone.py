@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from kvferry.link.client import SideChannelClient
+from kvferry.link.counters import Counters
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.server import SideChannelListener
@@ -62,7 +63,6 @@ from kvferry.protocol.params import (
 from kvferry.protocol.visible import escape_logs
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.step import next_orders, receive_messages

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvferry.link import limits
-from kvferry.link.counts import Counts
+from kvferry.link.counters import Counters
 from kvferry.link.sockets import unpack_event, watch
 from kvferry.link.tcp import Arrivals, TcpConnection
 from kvferry.protocol.handshake import MAX_REQUEST_BYTES
@@ -84,7 +84,7 @@ class AcceptedConnections:
         no_contact: set while no connection is one of a peer that connects to the agents.
     """
 
-    def __init__(self, listener: zmq.Socket[bytes], counters: Counts) -> None:
+    def __init__(self, listener: zmq.Socket[bytes], counters: Counters) -> None:
         # The process needs files for other things, too.
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.capacity = min(limits.MAX_CONNECTIONS, files // 2)

@@ -19,7 +19,7 @@ from kvferry.link.accepted_connections import (
     AcceptedConnections,
     AcceptedConnectionsSnapshot,
 )
-from kvferry.link.counts import Counts
+from kvferry.link.counters import Counters
 from kvferry.link.curve_auth import CurveAuth
 from kvferry.link.secrets import Secrets
 from kvferry.link.sockets import derive_keys, listening_socket
@@ -53,7 +53,7 @@ class GuardedSocket:
         port: int,
         max_bytes: int,
         secrets: Secrets,
-        counters: Counts,
+        counters: Counters,
         on_request: Callable[[bytes, bytes], None],
     ) -> None:
         derive_keys(secrets)

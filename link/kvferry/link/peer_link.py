@@ -33,7 +33,7 @@ from kvferry.link.connection_slots import (
     ConnectionSlotsSnapshot,
     TurnKind,
 )
-from kvferry.link.counts import Counts
+from kvferry.link.counters import Counters
 from kvferry.protocol.errors import (
     HandshakeFailed,
     KvferryError,
@@ -157,7 +157,7 @@ class PeerLinks:
         slots: for the connections to peers that clients name.
     """
 
-    def __init__(self, client: SideChannelClient, counters: Counts) -> None:
+    def __init__(self, client: SideChannelClient, counters: Counters) -> None:
         self.client = client
         self.counters = counters
         self.slots = ConnectionSlots(limits.SLOTS)

@@ -29,7 +29,7 @@ from kvferry.link import limits
 from kvferry.link.accepted_connections import AcceptedConnectionsSnapshot
 from kvferry.link.awake_clock import AwakeClock
 from kvferry.link.commands import LeaseInbox, LeaseMessage
-from kvferry.link.counts import Counts
+from kvferry.link.counters import Counters
 from kvferry.link.guarded_socket import GuardedSocket
 from kvferry.link.host_names import listening_address
 from kvferry.link.secrets import Secrets
@@ -186,7 +186,7 @@ class SideChannelListener:
         self,
         host: str,
         port: int,
-        counters: Counts,
+        counters: Counters,
         secrets: Secrets = (),
         clock: AwakeClock | None = None,
         run_due: Callable[[], None] = lambda: None,

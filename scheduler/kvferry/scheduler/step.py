@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvferry.link.commands import LeaseInbox
+from kvferry.link.counters import Counters
 from kvferry.protocol.handshake import Release
 from kvferry.protocol.orders import StepOrders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from kvferry.cli.plan.short_engine import engine_of_form
+from kvferry.link.counters import Counters
 from kvferry.link.secrets import VARIABLE
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.description_json import (
@@ -22,7 +23,6 @@ from kvferry.protocol.description_json import (
     to_engine_json,
 )
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.scheduler.counters import Counters
 from tests.cli.command import refused, run
 from tests.cli.plan.forms import read_form
 from tests.link.channel import HOST, free_port, listening

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvferry.link import limits
+from kvferry.link.counters import Counters
 from kvferry.link.limits import PLANS_AT_ONCE
 from kvferry.plan.cost import Costs
 from kvferry.protocol.errors import HandshakeFailed, PeerRefused
 from kvferry.protocol.handshake import Refused
-from kvferry.scheduler.counters import Counters
 from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.peers.handshakes import HandshakeResult
 from kvferry.worker.peers.peer import PeerKey

@@ -29,13 +29,13 @@ from kvferry.cli.transfer.messages import (
     encode_frame,
 )
 from kvferry.link.allowed_hosts import AllowedHosts
+from kvferry.link.counters import Counters
 from kvferry.link.guarded_socket import GuardedSocket
 from kvferry.link.host_names import listening_address
 from kvferry.link.secrets import VARIABLE, Secrets
 from kvferry.protocol.errors import InvalidMessage, cut
 from kvferry.protocol.handshake import Refused
 from kvferry.protocol.hosts import host_port
-from kvferry.scheduler.counters import Counters
 
 # A client that is silent for so long is gone; it sends a message every 2 s.
 SILENT_S = 20.0

@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from kvferry.connector.metrics.tables import OTHER_PEERS
 from kvferry.connector.vllm.scheduler import EngineBlocks
+from kvferry.link.counters import CounterKey, Counters
 from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.counters import CounterKey, Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.worker.loads.results import LoadRecord, Stage, StepResults, WorkerGauges
 from kvferry.worker.peers.peer import PeerKey

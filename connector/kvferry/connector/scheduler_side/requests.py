@@ -23,10 +23,10 @@ from kvferry.connector.engine.local_engine import LocalEngine
 from kvferry.connector.scheduler_side.sessions import Session
 from kvferry.connector.tracing.scheduler_events import SchedulerTracing
 from kvferry.connector.vllm.scheduler import EngineBlocks, can_park, park, unpark
+from kvferry.link.counters import Counters
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prefix_index import ListedSequence

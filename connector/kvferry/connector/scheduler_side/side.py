@@ -38,12 +38,12 @@ from kvferry.connector.vllm.core import CacheResets, EngineLoop
 from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.connector.vllm.scheduler import EngineBlocks
 from kvferry.link.allowed_hosts import TrustedHosts, allowed_hosts_of
+from kvferry.link.counters import Counters
 from kvferry.link.load_notifier import LoadListener
 from kvferry.link.secrets import secrets_from_environment
 from kvferry.protocol.hosts import address_of
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory

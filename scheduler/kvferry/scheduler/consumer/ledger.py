@@ -12,6 +12,7 @@ from kvferry.link.commands import (
     RemoteLease,
     RenewLease,
 )
+from kvferry.link.counters import Counters
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.orders import LoadOrder, Prewarm
 from kvferry.protocol.params import RemotePrefill
@@ -29,7 +30,6 @@ from kvferry.scheduler.consumer.remote_prompt import (
     RemotePromptEvent,
     RemotePromptState,
 )
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.requests import RequestTable
 
 _LOADS_OF_KIND = {PromptKind.TURN: "turn_loads", PromptKind.PREFIX: "prefix_loads"}

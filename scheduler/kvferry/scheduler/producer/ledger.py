@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from kvferry.link.awake_clock import AwakeClock
+from kvferry.link.counters import Counters
 from kvferry.link.limits import heartbeat_s
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
@@ -15,7 +16,6 @@ from kvferry.protocol.params import Blocks
 from kvferry.protocol.slots import STREAM_ROWS
 from kvferry.protocol.transitions import next_state
 from kvferry.scheduler.block_pool import BlockPool
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.block_references import (
     BlockReferences,
     Reservation,

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry.link.counts import Counts
+from kvferry.link.counters import Counters
 from kvferry.protocol.digests import DIGEST_BYTES, Prompt
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.queries import (
@@ -181,7 +181,7 @@ class PrefixDirectory:
         self,
         cache: PrefixLookup,
         make_params: MakeParams,
-        counters: Counts,
+        counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.wake: Callable[[], None] = lambda: None

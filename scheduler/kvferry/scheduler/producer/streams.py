@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvferry.link.counters import Counters
 from kvferry.protocol.orders import LeaseOpen, LeaseProgress
-from kvferry.scheduler.counters import Counters
 from kvferry.scheduler.producer.lease import ProducerLease, PublishedStream
 from kvferry.scheduler.producer.lease_slots import LeaseOrders, LeaseSlots
 

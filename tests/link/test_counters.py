@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvferry.scheduler.counters import Counters
+from kvferry.link.counters import Counters
 
 
 def test_nothing_is_lost_between_threads() -> None:
