@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.link import this_host
-from kvferry.link.this_host import is_this_host, names_of_this_host
+from kvferry.link import allowed_hosts
+from kvferry.link.allowed_hosts import is_this_host, names_of_this_host
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.handshake import channel_address
 from kvferry.protocol.hosts import (
@@ -180,7 +180,7 @@ def test_either_test_by_the_kernel_is_enough_and_neither_knows_another_host(
         "_is_own_source": "_is_routed_to_itself",
         "_is_routed_to_itself": "_is_own_source",
     }[kept]
-    monkeypatch.setattr(this_host, other, lambda address: None)
+    monkeypatch.setattr(allowed_hosts, other, lambda address: None)
     own = [
         text
         for text in addresses_of_interfaces()
@@ -210,7 +210,7 @@ def test_names_of_this_host_are_its_own_and_those_its_file_gives_it(
         "127.0.1.1 node-1.example Node-1  # this host\n::1 ip6-localhost\n203.0.113.7 p0.example\n"
         "0.0.0.0 blocked.example\nnonsense\n127.0.0.1\n127.0.0.1 bad;name \xe9\n"
     )
-    monkeypatch.setattr(this_host, "HOSTS_FILE", str(file))
+    monkeypatch.setattr(allowed_hosts, "HOSTS_FILE", str(file))
     monkeypatch.setattr(socket, "gethostname", lambda: "Worker_7")
     assert names_of_this_host() == {
         "localhost",
@@ -219,7 +219,7 @@ def test_names_of_this_host_are_its_own_and_those_its_file_gives_it(
         "node-1",
         "ip6-localhost",
     }
-    monkeypatch.setattr(this_host, "HOSTS_FILE", str(tmp_path / "missing"))
+    monkeypatch.setattr(allowed_hosts, "HOSTS_FILE", str(tmp_path / "missing"))
     assert names_of_this_host() == {"localhost", "worker_7"}
 
 
