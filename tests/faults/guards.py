@@ -384,7 +384,7 @@ GUARDS = (
         "curve-auth",
         "with a secret, only peers that have it are admitted",
         (6,),
-        "kvferry.link.curve_auth:CurveAuth._admits",
+        "kvferry.link.guarded_socket:CurveAuth._admits",
         switches.always(True),
         (
             "tests/link/test_secrets.py::test_a_key_that_is_not_of_a_listed_secret_is_not_admitted",

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.link import limits
-from kvferry.link.accepted_connections import MAX_UNFINISHED_BYTES
 from kvferry.link.counters import Counters
+from kvferry.link.guarded_socket import MAX_UNFINISHED_BYTES
 from kvferry.link.limits import MAX_WAITING_LEASES
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.handshake import (

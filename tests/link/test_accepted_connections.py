@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import zmq
 
-from kvferry.link.accepted_connections import AcceptedConnections
 from kvferry.link.commands import ReleaseLease, RemoteLease
 from kvferry.link.counters import Counters
+from kvferry.link.guarded_socket import AcceptedConnections
 from kvferry.link.limits import MAX_CONNECTIONS
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.protocol.handshake import EngineDescription, Hello, LeaseName, encode
@@ -94,7 +94,7 @@ def test_a_reused_file_number_of_another_connection_is_left_alone(
     other, peer = socket.socketpair()
     other_file = other.detach()
     with mock.patch(
-        "kvferry.link.tcp.os.dup", side_effect=lambda _: socket.dup(other_file)
+        "kvferry.link.sockets.os.dup", side_effect=lambda _: socket.dup(other_file)
     ):
         known.accepted(1 << 20)
     assert counters.total("side_channel_refusals", "too_many") == 1
@@ -121,7 +121,7 @@ def test_a_reused_file_number_of_a_local_connection_is_never_closed_for_its_byte
     os.dup2(other, file)
     second.setblocking(False)
     with mock.patch(
-        "kvferry.link.tcp.TcpConnection.unfinished_bytes", return_value=1 << 30
+        "kvferry.link.sockets.TcpConnection.unfinished_bytes", return_value=1 << 30
     ):
         assert known.end_endless() == 0
     assert not has_ended(second)

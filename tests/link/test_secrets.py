@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager
 import pytest
 import zmq
 
-from kvferry.link.accepted_connections import REASONS
 from kvferry.link.commands import ReleaseLease, RemoteLease
 from kvferry.link.counters import Counters
+from kvferry.link.guarded_socket import REASONS
 from kvferry.link.secrets import VARIABLE, Secret, Secrets
 from kvferry.link.sockets import KeyPair, client_keys, listener_keys
 from kvferry.protocol.errors import InvalidSecretFile, PeerRefused

@@ -17,13 +17,14 @@ import zmq
 from kvferry.link import limits
 from kvferry.link.secrets import VARIABLE, Secret, Secrets
 from kvferry.link.sockets import (
+    Arrivals,
     ConnectionEvent,
+    TcpConnection,
     client_socket,
     connection_event,
     unpack_event,
     watch,
 )
-from kvferry.link.tcp import Arrivals, TcpConnection
 from kvferry.protocol.errors import (
     ConnectionEnded,
     HandshakeFailed,
@@ -40,7 +41,7 @@ OnFrame = Callable[[bytes], None]
 class EndlessMessages:
     """Checks the connections of one client that bring bytes, at most every `CHECK_INTERVAL_S`.
 
-    Used on the client's loop. `tcp.py` says why ZMQ does not bound a message itself.
+    Used on the client's loop. `sockets.py` says why ZMQ does not bound a message itself.
     """
 
     def __init__(self) -> None:

@@ -26,11 +26,10 @@ import msgspec
 import zmq
 
 from kvferry.link import limits
-from kvferry.link.accepted_connections import AcceptedConnectionsSnapshot
 from kvferry.link.awake_clock import AwakeClock
 from kvferry.link.commands import LeaseInbox, LeaseMessage
 from kvferry.link.counters import Counters
-from kvferry.link.guarded_socket import GuardedSocket
+from kvferry.link.guarded_socket import AcceptedConnectionsSnapshot, GuardedSocket
 from kvferry.link.host_names import listening_address
 from kvferry.link.secrets import Secrets
 from kvferry.protocol.errors import InvalidConfig, InvalidMessage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry.link.accepted_connections import REASONS
+from kvferry.link.guarded_socket import REASONS
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.queries import PrefixRefusal
 
