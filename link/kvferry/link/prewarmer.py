@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable
 
 from kvferry.link import limits
 from kvferry.link.client import describe, refusal
-from kvferry.link.connected_peer import ConnectedPeer
 from kvferry.link.connection import within
 from kvferry.link.connection_slots import Address
-from kvferry.link.peer_link import PeerLink, PeerLinks
+from kvferry.link.peer_link import ConnectedPeer, PeerLink, PeerLinks
 from kvferry.protocol.errors import KvferryError, PeerRefused
 from kvferry.protocol.handshake import (
     UNKNOWN_ENGINE,
