@@ -236,7 +236,7 @@ def test_what_a_connection_takes_no_more_is_sent_over_the_next_whatever_else_was
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "RETRY", Backoff(0.001, 0.01))
-    monkeypatch.setattr("kvferry.link.queried_producer.MAX_QUERIES", 1)
+    monkeypatch.setattr("kvferry.link.query_client.MAX_QUERIES", 1)
     refused: list[int] = []
     failed: list[str] = []
 

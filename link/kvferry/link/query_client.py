@@ -5,8 +5,9 @@
     PrefixSearches ── StartSearch, StopQuery ──►             ── FindPrefixes, Unsubscribe ──► who may have the prefix
                    ◄── one answer of each engine ───────────── ◄── Answers ──────────────────
 
-Each producer is queried over its link (`queried_producer.py`). A producer that does not know a prompt names the other
-data-parallel ranks of its engine, its *siblings*, which are queried too.
+Each producer is queried over its link, by a `QueriedProducer`: at the end of a turn of the loop, again over every new
+connection, and again when it has not answered for a while, since its host may be gone. A producer that does not know a
+prompt names the other data-parallel ranks of its engine, its *siblings*, which are queried too.
 
 A search asks several engines under one number. The digests that it sends are made here, in parts, so that neither a
 step nor a renewal waits for those of a long prompt. An engine of a version without prefix queries answers `Refused`,
@@ -21,9 +22,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeVar
 
 from kvferry.link import limits
 from kvferry.link.commands import (
@@ -34,14 +36,19 @@ from kvferry.link.commands import (
     StartSearch,
 )
 from kvferry.link.limits import has_share
-from kvferry.link.peer_link import PeerLinks
-from kvferry.link.queried_producer import QueriedProducer, Query
+from kvferry.link.peer_link import PeerLink, PeerLinks
+from kvferry.protocol.handshake import encode
 from kvferry.protocol.hosts import one_spelling
 from kvferry.protocol.queries import (
+    MAX_QUERIES,
     Answer,
     Answers,
     PrefixQuery,
     PromptProgress,
+    PromptQuery,
+    Subscribe,
+    Unsubscribe,
+    prefix_messages,
 )
 
 OnAnswer = Callable[[Producer, Answer], None]
@@ -146,7 +153,7 @@ class QueryClient:
             is_sending=any(one.is_sending for one in producers.values()),
         )
 
-    # For `QueriedProducer`, as an `AnswerTaker`.
+    # For `QueriedProducer`.
 
     def take(self, queried: QueriedProducer, answers: Answers) -> None:
         """It has answered."""
@@ -372,3 +379,146 @@ class QueryClient:
         number = opened.query.number
         self._need(self._by_producer[producer], number)
         self._on_answer(producer, Answer(number=number, progress=PromptProgress.QUEUED))
+
+
+# One producer.
+
+
+Item = TypeVar("Item")
+
+Query = PromptQuery | PrefixQuery
+
+
+class QueriedProducer:
+    """A producer with open queries, or with a connection that is kept for the next: the `Subscriber` of its link.
+
+    Open queries are sent over every new connection, and again every `REPEAT_S`.
+
+    Attributes:
+        queries: the open ones, by number.
+        needed_for: the queries whose requests name it, or of which it knows the prompt. Without any it is a sibling
+            that may be given up.
+        is_sibling: other producers have named it, and it was never needed.
+    """
+
+    def __init__(
+        self, client: QueryClient, link: PeerLink, *, is_sibling: bool
+    ) -> None:
+        self.producer: Producer = link.address
+        self.queries: dict[int, Query] = {}
+        self.needed_for: set[int] = set()
+        self.is_sibling = is_sibling
+        self._client = client
+        self._link = link
+        self._unsent: list[Query] = []
+        self._unsubscribed: list[int] = []
+        self._is_sending = False
+        self._has_answered = False
+        self._repeat_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def has_queries(self) -> bool:
+        return bool(self.queries)
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self.needed_for)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether something is sent at the end of this turn of the loop."""
+        return self._is_sending
+
+    def start(self, query: Query) -> None:
+        """Open a query; `update` must follow."""
+        self.queries[query.number] = query
+        self._unsent.append(query)
+        self._send_soon()
+
+    def stop(self, number: int) -> None:
+        """End a query; `update` must follow."""
+        del self.queries[number]
+        self.needed_for.discard(number)
+        if self._link.peer is not None:
+            self._unsubscribed.append(number)
+            self._send_soon()
+
+    def update(self) -> None:
+        """`queries`, `needed_for` or `is_sibling` has changed."""
+        self._link.update()
+
+    # For its link.
+
+    def connected(self) -> None:
+        self._unsent = list(self.queries.values())
+        self._send()
+
+    def received(self, answers: Answers) -> None:
+        self._has_answered = True
+        self._client.take(self, answers)
+
+    def refused(self) -> None:
+        self._client.refused(self)
+
+    def failed(self) -> None:
+        self._stop_timer()
+        self._client.failed(self)
+
+    def closed(self) -> None:
+        self._stop_timer()
+        self._client.forget(self)
+
+    def _send_soon(self) -> None:
+        # At the end of this turn, so that what is started and stopped together goes in one message.
+        if not self._is_sending:
+            self._is_sending = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._is_sending = False
+        peer = self._link.peer
+        if peer is None:
+            return
+        unsent = [query for query in self._unsent if query.number in self.queries]
+        self._unsent = []
+        unsubscribed = self._unsubscribed
+        self._unsubscribed = []
+        client_id = self._client.client_id
+        of_prompts = [query for query in unsent if isinstance(query, PromptQuery)]
+        of_prefixes = [query for query in unsent if isinstance(query, PrefixQuery)]
+        for queries in _messages(of_prompts):
+            peer.send_queries(encode(Subscribe(client_id=client_id, queries=queries)))
+        for message in prefix_messages(client_id, of_prefixes):
+            peer.send_queries(encode(message))
+        for numbers in _messages(unsubscribed):
+            peer.send_queries(encode(Unsubscribe(client_id=client_id, numbers=numbers)))
+        if not self.queries:
+            self._stop_timer()
+        elif self._repeat_timer is None:
+            self._wait_to_repeat()
+
+    def _wait_to_repeat(self) -> None:
+        self._has_answered = False
+        loop = asyncio.get_running_loop()
+        self._repeat_timer = loop.call_later(limits.REPEAT_S, self._repeat)
+
+    def _stop_timer(self) -> None:
+        if self._repeat_timer is not None:
+            self._repeat_timer.cancel()
+            self._repeat_timer = None
+
+    def _repeat(self) -> None:
+        self._repeat_timer = None
+        peer = self._link.peer
+        if peer is not None and not self._has_answered:
+            # Its host may be gone, which TCP notices much later.
+            peer.end(f"has not answered for {limits.REPEAT_S:g} s")
+            return
+        self._unsent = list(self.queries.values())
+        self._send()
+
+
+def _messages(items: Sequence[Item]) -> Iterator[tuple[Item, ...]]:
+    """The items, as many at a time as fit into a message."""
+    for start in range(0, len(items), MAX_QUERIES):
+        yield tuple(items[start : start + MAX_QUERIES])
