@@ -222,7 +222,7 @@ class Answerer:
             raise RuntimeError(f"answered {answer}; expected {expected}")
 
     def _release(self) -> None:
-        from kvferry.scheduler.producer.lease import LeaseState
+        from kvferry.scheduler.requests import LeaseState
 
         (lease,) = self._side.leases.leases(LeaseState.HELD)
         if len(lease.block_ids) != TOKENS // 16:

@@ -22,7 +22,7 @@ from kvferry.connector.scheduler_side.tickets import ParamsBuilder
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, LeaseName
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
+from kvferry.scheduler.requests import LeaseUse, ProducerLease
 from tests.connector.caches import config_of, full, group
 from tests.harness.core.configs import vllm_config
 

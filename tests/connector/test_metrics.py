@@ -29,7 +29,7 @@ from kvferry.connector.metrics.tables import (
 )
 from kvferry.link.counters import CounterKey
 from kvferry.protocol.orders import FailureReason
-from kvferry.scheduler.producer.lease import LeaseUse
+from kvferry.scheduler.requests import LeaseUse
 from kvferry.worker.loads.results import LoadRecord, Stage, StepResults
 from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core.step_count import StepCount

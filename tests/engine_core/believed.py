@@ -21,7 +21,7 @@ from kvferry.protocol.slots import (
     SlotState,
     header_word,
 )
-from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
+from kvferry.scheduler.requests import LeaseState, ProducerLease
 from kvferry.worker.worker import FerryWorker
 from tests.harness.core.configs import BLOCK_TOKENS
 from tests.harness.core.node import Node, ferry_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.handshake import LeaseName
-from kvferry.scheduler.producer.lease import LeaseState
+from kvferry.scheduler.requests import LeaseState
 from tests.harness.core.node import side_channel
 from tests.harness.core.scheduler import SchedulerEngine, tokens
 from tests.ports import free_port

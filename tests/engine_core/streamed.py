@@ -15,7 +15,7 @@ from kvferry.protocol.queries import (
     decode_answers,
     request_key,
 )
-from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.requests import ProducerLease
 from tests.harness.core.integrity import check_scheduler_side
 from tests.harness.core.node import Node, ferry_of
 from tests.harness.core.scheduler import Scheduled, tokens

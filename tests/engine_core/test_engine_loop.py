@@ -19,7 +19,7 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from kvferry.connector.vllm.core import EngineLoop, RunningWeights
 from kvferry.protocol.queries import Answer, PromptProgress, encode_params
-from kvferry.scheduler.producer.lease import LeaseState
+from kvferry.scheduler.requests import LeaseState
 from kvferry.worker.loads.state import LoadState
 from tests.engine_core.prefixes import LONG, asking, compute, query_of, side_of
 from tests.engine_core.test_both_legs import REMOTE_DECODE, ids, leg_params

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
-from kvferry.scheduler.producer.lease import LeaseState
+from kvferry.scheduler.requests import LeaseState, RemotePromptState
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.fabric.port import Transfer, TransferState
 from tests.harness.core.node import Node, until

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
+from kvferry.scheduler.requests import RemotePromptState
 from tests.engine_core.test_both_legs import (
     PROMPT,
     REMOTE_DECODE,

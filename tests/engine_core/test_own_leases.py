@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.producer.lease import LeaseState
+from kvferry.scheduler.requests import LeaseState
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
 

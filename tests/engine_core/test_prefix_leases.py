@@ -21,8 +21,8 @@ from kvferry.protocol.slots import (
     slot_word,
 )
 from kvferry.scheduler.producer import deadlines
-from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
+from kvferry.scheduler.requests import LeaseState, ProducerLease
 from tests.connector.test_adapters import adapter, content, request
 from tests.engine_core.prefixes import (
     LONG,

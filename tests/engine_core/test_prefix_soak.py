@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate
-from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
+from kvferry.scheduler.requests import LeaseState, LeaseUse
 from tests.engine_core.prefixes import side_of
 from tests.harness.core.integrity import check_scheduler_side
 from tests.harness.core.node import Node

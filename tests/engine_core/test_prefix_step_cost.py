@@ -16,7 +16,7 @@ from kvferry.protocol.queries import (
     chain_bytes,
     decode_answers,
 )
-from kvferry.scheduler.producer.lease import LeaseState
+from kvferry.scheduler.requests import LeaseState
 from tests.harness.core.node import side_channel
 from tests.harness.core.scheduler import SchedulerEngine
 from tests.link.channel import client

@@ -16,7 +16,7 @@ from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.connector.scheduler_side.admission import Admission
 from kvferry.connector.scheduler_side.requests import MAX_LOOKED_AT
 from kvferry.connector.vllm.scheduler import EngineBlocks
-from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
+from kvferry.scheduler.requests import RemotePromptState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.engine_core.stalls import Life
 from tests.harness.core.scheduler import SchedulerEngine, tokens

@@ -13,7 +13,7 @@ from kvferry.protocol.queries import PromptProgress, PromptQuery, request_key
 from kvferry.protocol.slots import (
     MAX_PROGRESS,
 )
-from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
+from kvferry.scheduler.requests import LeaseState, ProducerLease
 from tests.engine_core.streamed import (
     PROMPT,
     REMOTE_DECODE,

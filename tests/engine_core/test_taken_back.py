@@ -16,8 +16,7 @@ from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.scheduler_side.taken_back import TakeBacks
 from kvferry.connector.vllm.scheduler import EngineBlocks
 from kvferry.protocol.queries import announced_id
-from kvferry.scheduler.producer.lease import LeaseState
-from kvferry.scheduler.requests import RequestTable
+from kvferry.scheduler.requests import LeaseState, RequestTable
 from tests.engine_core.believed import Believed, check_believed
 from tests.engine_core.streamed import REMOTE_DECODE, ask
 from tests.engine_core.test_both_legs import COUNT, check, ids

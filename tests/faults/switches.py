@@ -188,7 +188,7 @@ def accept_any_boot(plan: Function) -> Function:
 
 def renew_nothing(_: Function) -> Function:
     def renew(ledger: Any, name: Any, _received_s: float | None = None) -> bool:
-        from kvferry.scheduler.producer.lease import LeaseState
+        from kvferry.scheduler.requests import LeaseState
 
         lease = ledger.slots.find(name)
         return lease is not None and lease.state is not LeaseState.ENDING

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.orders import FailureReason
-from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
+from kvferry.scheduler.requests import RemotePromptState
 from tests.harness.engine import SHAPE, Engine, OrderedLoad
 from tests.harness.fault_fabric import Point
 from tests.harness.ledgers import check_loads

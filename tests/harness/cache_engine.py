@@ -16,8 +16,8 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup, ModelFacts
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
-from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.consumer.ledger import MAX_ENDED_LEASES
+from kvferry.scheduler.requests import ProducerLease
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.loads.results import StepResults

@@ -11,14 +11,15 @@ from collections.abc import Iterable
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
-from kvferry.scheduler.consumer.remote_prompt import (
+from kvferry.scheduler.producer.block_references import BlockReferences
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.requests import (
     CLAIMING,
     IN_FLIGHT,
+    LeaseState,
+    LeaseUse,
     RemotePromptState,
 )
-from kvferry.scheduler.producer.block_references import BlockReferences
-from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
-from kvferry.scheduler.producer.ledger import ProducerLedger
 
 
 def check_ledgers(leases: ProducerLedger, loads: ConsumerLedger) -> None:

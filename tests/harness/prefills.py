@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.requests import ProducerLease
 from tests.harness.cache_engine import CacheEngine
 from tests.harness.caches import PatternCaches
 

@@ -22,7 +22,7 @@ from kvferry.link.counters import Counters
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import PromptKind
+from kvferry.scheduler.requests import PromptKind
 from tests.draws import draws
 from tests.harness.ledgers import check_loads
 from tests.protocol.samples import make_ticket, params_of_length

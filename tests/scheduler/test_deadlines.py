@@ -8,8 +8,8 @@ import pytest
 
 from kvferry.link.counters import Counters
 from kvferry.scheduler.producer.deadlines import SCAN_S, Deadlines
-from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.requests import ProducerLease
 
 LEASES = 500
 LEASE_S = 30.0

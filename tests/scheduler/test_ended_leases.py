@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.link.commands import LeaseKey
 from kvferry.protocol.ids import EPOCH_BITS, epoch_to_text, new_boot_id, new_epoch
-from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES, EndedLeases
+from kvferry.scheduler.consumer.ledger import MAX_ENDED_LEASES, EndedLeases
 
 KEYS = st.tuples(
     st.sampled_from(["0" * 31 + "1", "f" * 32, "ab" * 16]),

@@ -20,8 +20,8 @@ from kvferry.scheduler.producer.eviction_order import (
     evict,
     rank_of,
 )
-from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.requests import LeaseUse, ProducerLease
 from tests.harness.ledgers import check_leases, check_references
 
 BLOCKS = 12

@@ -12,8 +12,8 @@ from kvferry.link.counters import Counters
 from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.link.server import SideChannelListener
 from kvferry.scheduler.producer.eviction_order import release_idle_turns
-from kvferry.scheduler.producer.lease import LeaseState, LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.requests import LeaseState, LeaseUse, ProducerLease
 from tests.link.channel import HOST, free_port
 from tests.promises import promise
 from tests.waiting import wait_until

@@ -20,12 +20,12 @@ from kvferry.protocol.queries import (
     chain_bytes,
 )
 from kvferry.scheduler.producer import prefix_directory
-from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.prefix_directory import (
     CachedPrefix,
     PrefixDirectory,
     QueriedPrefix,
 )
+from kvferry.scheduler.requests import LeaseUse, ProducerLease
 
 BLOCK = 16
 LOOK_UP_PAUSES = 3

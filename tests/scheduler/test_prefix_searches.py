@@ -16,9 +16,8 @@ from kvferry.protocol.digests import GrowingChain, Prompt
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.queries import PromptProgress
 from kvferry.scheduler.consumer import prefix_searches as module
-from kvferry.scheduler.consumer.prefix_search import PrefixSearch
 from kvferry.scheduler.consumer.prefix_searches import PrefixSearches
-from kvferry.scheduler.requests import RequestTable
+from kvferry.scheduler.requests import PrefixSearch, RequestTable
 from tests.protocol.samples import make_ticket, params_of_length
 
 PRODUCERS = [("p0", 1), ("p0", 2), ("p1", 1)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.scheduler.producer import block_references
 from kvferry.scheduler.producer.block_references import BlockReferences, Reservation
-from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
+from kvferry.scheduler.requests import LeaseUse, ProducerLease
 from tests.harness.ledgers import check_references
 
 BLOCKS = st.lists(st.integers(0, 9), unique=True, max_size=6)

@@ -12,18 +12,16 @@ from kvferry.link.counters import Counters
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.ids import Epoch
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import (
-    REMOTE_PROMPT_TRANSITIONS,
-    RemotePromptEvent,
-    RemotePromptState,
-)
-from kvferry.scheduler.producer.lease import (
+from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.requests import (
     LEASE_TRANSITIONS,
+    REMOTE_PROMPT_TRANSITIONS,
     LeaseEvent,
     LeaseState,
     LeaseUse,
+    RemotePromptEvent,
+    RemotePromptState,
 )
-from kvferry.scheduler.producer.ledger import ProducerLedger
 from tests.harness.ledgers import check_leases, check_loads
 from tests.protocol.samples import make_params
 

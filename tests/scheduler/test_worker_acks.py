@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.link.counters import Counters
-from kvferry.scheduler.producer.lease import LeaseState
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.requests import LeaseState
 from tests.harness.ledgers import check_leases
 
 

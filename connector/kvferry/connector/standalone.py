@@ -61,10 +61,12 @@ from kvferry.protocol.params import (
     sign_params,
 )
 from kvferry.protocol.visible import escape_logs
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.remote_prompt import MAX_ENDED_LEASES
-from kvferry.scheduler.producer.lease import LeaseState, ProducerLease
+from kvferry.scheduler.consumer.ledger import MAX_ENDED_LEASES, ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.requests import (
+    LeaseState,
+    ProducerLease,
+)
 from kvferry.scheduler.step import next_orders, receive_messages
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.nixl import NixlFabric

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from kvferry.connector.scheduler_side.side import SchedulerSide
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
-from kvferry.scheduler.producer.lease import LeaseState
+from kvferry.scheduler.requests import LeaseState, RemotePromptState
 from tests.harness.ledgers import check_ledgers
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvferry.link.secrets import Secrets
 from kvferry.protocol.handshake import LeaseName
-from kvferry.scheduler.consumer.remote_prompt import PromptKind
+from kvferry.scheduler.requests import PromptKind
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
 from tests.harness.rig import Rig

@@ -56,9 +56,8 @@ from kvferry.connector.vllm.scheduler import (
     waits_for_load,
 )
 from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
-from kvferry.scheduler.consumer.remote_prompt import RemotePromptState
 from kvferry.scheduler.producer.eviction_order import Demand, candidates, evict
-from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.requests import ProducerLease, RemotePromptState
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

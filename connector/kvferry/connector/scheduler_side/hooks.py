@@ -35,13 +35,14 @@ from kvferry.connector.scheduler_side.taken_back import UndoneSteps
 from kvferry.connector.scheduler_side.tickets import TicketBuilder
 from kvferry.connector.vllm.scheduler import has_ended_by_error
 from kvferry.protocol.orders import encode_head, encode_orders
-from kvferry.scheduler.consumer.remote_prompt import (
+from kvferry.scheduler.requests import (
     IN_FLIGHT,
+    LeaseState,
+    LeaseUse,
     PromptKind,
     RemotePrompt,
     RemotePromptState,
 )
-from kvferry.scheduler.producer.lease import LeaseState, LeaseUse
 from kvferry.scheduler.step import next_orders
 
 if TYPE_CHECKING:

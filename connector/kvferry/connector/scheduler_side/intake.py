@@ -51,9 +51,8 @@ from kvferry.protocol.params import (
     without_transfer,
 )
 from kvferry.protocol.queries import request_key
-from kvferry.scheduler.consumer.remote_prompt import PromptKind
-from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
+from kvferry.scheduler.requests import LeaseUse, PromptKind
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

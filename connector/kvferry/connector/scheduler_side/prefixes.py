@@ -54,12 +54,10 @@ from kvferry.protocol.prefix_sources import (
     read_sources,
 )
 from kvferry.protocol.queries import MAX_CHAIN_DIGESTS, PrefixRefusal
-from kvferry.scheduler.consumer.prefix_search import PrefixSearch
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate, whole_chunks
-from kvferry.scheduler.consumer.remote_prompt import PromptKind
 from kvferry.scheduler.producer.block_references import Reservation
-from kvferry.scheduler.producer.lease import LeaseUse
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory, QueriedPrefix
+from kvferry.scheduler.requests import LeaseUse, PrefixSearch, PromptKind
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

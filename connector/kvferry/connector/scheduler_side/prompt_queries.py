@@ -34,9 +34,8 @@ from kvferry.protocol.hosts import host_port
 from kvferry.protocol.params import NamedPrefill, RemotePrefill, decode_params
 from kvferry.protocol.queries import Answer, PromptProgress, request_key
 from kvferry.scheduler.consumer.pending_queries import PendingQueries
-from kvferry.scheduler.consumer.pending_query import PendingQuery
-from kvferry.scheduler.consumer.prefix_search import PrefixSearch
 from kvferry.scheduler.consumer.prefix_searches import PrefixSearches
+from kvferry.scheduler.requests import PendingQuery, PrefixSearch
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,9 @@ from kvferry.link.counters import Counters
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.producer.prefix_index import ListedSequence
-from kvferry.scheduler.requests import RequestRecord, RequestTable
+from kvferry.scheduler.requests import ProducerLease, RequestRecord, RequestTable
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -39,14 +39,14 @@ from kvferry.protocol.params import (
     sign_params,
 )
 from kvferry.protocol.queries import announced_id
-from kvferry.scheduler.producer.lease import (
+from kvferry.scheduler.producer.prefix_directory import CachedPrefix
+from kvferry.scheduler.producer.prompt_directory import PromptDirectory
+from kvferry.scheduler.requests import (
     LeaseState,
     LeaseUse,
     ProducerLease,
     PublishedStream,
 )
-from kvferry.scheduler.producer.prefix_directory import CachedPrefix
-from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

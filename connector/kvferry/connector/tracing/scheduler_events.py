@@ -20,9 +20,8 @@ from kvferry.protocol.errors import InputError
 from kvferry.protocol.orders import LeaseProgress, LoadOrder
 from kvferry.protocol.params import RemoteDecode, RemotePrefill, read_params, read_turn
 from kvferry.scheduler.consumer.ledger import LoadObserver
-from kvferry.scheduler.consumer.remote_prompt import RemotePrompt
-from kvferry.scheduler.producer.lease import ProducerLease
 from kvferry.scheduler.producer.ledger import LeaseObserver
+from kvferry.scheduler.requests import ProducerLease, RemotePrompt
 from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from kvferry.link.commands import (
@@ -20,19 +21,20 @@ from kvferry.protocol.transitions import next_state
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.consumer.prewarm_queue import PrewarmQueue
 from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
-from kvferry.scheduler.consumer.remote_prompt import (
+from kvferry.scheduler.requests import (
     CLAIMING,
-    MAX_ENDED_LEASES,
     REMOTE_PROMPT_TRANSITIONS,
-    EndedLeases,
     PromptKind,
     RemotePrompt,
     RemotePromptEvent,
     RemotePromptState,
+    RequestTable,
 )
-from kvferry.scheduler.requests import RequestTable
 
 _LOADS_OF_KIND = {PromptKind.TURN: "turn_loads", PromptKind.PREFIX: "prefix_loads"}
+
+MAX_ENDED_LEASES = 1 << 16
+"""Most leases remembered: at most 26 MB. A replay of an older one is tried, and fails at the producer's fence."""
 
 
 class LoadObserver:
@@ -389,3 +391,27 @@ class ConsumerLedger:
         self._claims.discard(command.lease.key)
         self._ended.add(command.lease.key)
         self._commands.append(command)
+
+
+class EndedLeases:
+    """The last `limit` leases that ended, to recognise a replay of old params; the oldest is dropped first.
+
+    A lease serves one request once. A later request with the same params is computed here at once, without a read that
+    the producer's fence would refuse.
+    """
+
+    def __init__(self, limit: int = MAX_ENDED_LEASES) -> None:
+        self._limit = limit
+        self._keys: OrderedDict[LeaseKey, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: LeaseKey) -> bool:
+        return key in self._keys
+
+    def add(self, key: LeaseKey) -> None:
+        """Remember a lease; adding it again does not change its age."""
+        self._keys.setdefault(key)
+        if len(self._keys) > self._limit:
+            self._keys.popitem(last=False)

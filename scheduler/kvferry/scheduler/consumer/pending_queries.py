@@ -26,8 +26,7 @@ from kvferry.link.commands import (
 )
 from kvferry.protocol.hosts import one_spelling
 from kvferry.protocol.queries import PromptProgress, PromptQuery
-from kvferry.scheduler.consumer.pending_query import PendingQuery
-from kvferry.scheduler.requests import RequestRecord, RequestTable
+from kvferry.scheduler.requests import PendingQuery, RequestRecord, RequestTable
 
 UNKNOWN_S = 10.0
 """How long a producer may not know of a prompt: its leg may still be on the way, or is lost."""

@@ -27,8 +27,7 @@ from kvferry.link.commands import (
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.queries import PromptProgress
-from kvferry.scheduler.consumer.prefix_search import PrefixSearch
-from kvferry.scheduler.requests import RequestRecord, RequestTable
+from kvferry.scheduler.requests import PrefixSearch, RequestRecord, RequestTable
 
 MAX_SEARCHES = 1 << 10
 """Most searches at once. Each ends within a second or so; prompts of further requests are computed here meanwhile."""

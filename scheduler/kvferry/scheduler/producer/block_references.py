@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.scheduler.block_pool import BlockPool
-from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.requests import ProducerLease
 
 RETURNED_AT_ONCE = 256
 """Most blocks that are given back in one step, some 0.1 ms, while no request waits for them."""

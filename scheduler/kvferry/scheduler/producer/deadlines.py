@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
+from kvferry.scheduler.requests import LeaseUse, ProducerLease
 
 PREFIX_S = 5.0
 """Lifetime of a prefix's lease without a renewal: who has asked for it waits for it, and renews it at once."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from kvferry.scheduler.producer.block_references import BlockReferences
-from kvferry.scheduler.producer.lease import LeaseUse, ProducerLease
 from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.requests import LeaseUse, ProducerLease
 
 
 class Rank(enum.IntEnum):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, epoch_to_text
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
-from kvferry.scheduler.producer.lease import ProducerLease
+from kvferry.scheduler.requests import ProducerLease
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,16 +21,16 @@ from kvferry.scheduler.producer.block_references import (
     Reservation,
 )
 from kvferry.scheduler.producer.deadlines import Deadlines
-from kvferry.scheduler.producer.lease import (
+from kvferry.scheduler.producer.lease_slots import LeaseOrders, LeaseSlots
+from kvferry.scheduler.producer.streams import PublishedStreams
+from kvferry.scheduler.requests import (
     LEASE_TRANSITIONS,
     LeaseEvent,
     LeaseState,
     LeaseUse,
     ProducerLease,
+    RequestTable,
 )
-from kvferry.scheduler.producer.lease_slots import LeaseOrders, LeaseSlots
-from kvferry.scheduler.producer.streams import PublishedStreams
-from kvferry.scheduler.requests import RequestTable
 
 
 class LeaseObserver:

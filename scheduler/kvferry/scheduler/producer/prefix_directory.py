@@ -36,14 +36,13 @@ from kvferry.protocol.queries import (
     Unsubscribe,
     encode_params,
 )
-from kvferry.scheduler.producer.lease import ProducerLease
-from kvferry.scheduler.producer.listed_prompt import Claimant
 from kvferry.scheduler.producer.prefix_index import (
     ListedSequence,
     PrefixIndex,
     ProvenPrefix,
     list_sequence,
 )
+from kvferry.scheduler.requests import Claimant, ProducerLease
 
 MAX_CHUNKS = 1 << 15
 """Most chunks that are listed: eight million tokens, in some 40 MB with blocks of 16."""

@@ -25,14 +25,14 @@ from kvferry.protocol.queries import (
     Subscribe,
     Unsubscribe,
 )
-from kvferry.scheduler.producer.lease import ProducerLease
-from kvferry.scheduler.producer.listed_prompt import (
+from kvferry.scheduler.producer.prompt_index import PromptIndex
+from kvferry.scheduler.requests import (
     Claimant,
     ListedPrompt,
+    ProducerLease,
     PromptState,
+    RequestTable,
 )
-from kvferry.scheduler.producer.prompt_index import PromptIndex
-from kvferry.scheduler.requests import RequestTable
 
 # Clients choose how many requests there are.
 MAX_PROMPTS = 1 << 14

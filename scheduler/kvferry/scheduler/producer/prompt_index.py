@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.queries import PromptQuery
-from kvferry.scheduler.producer.listed_prompt import Claimant, ListedPrompt, Whole
+from kvferry.scheduler.requests import Claimant, ListedPrompt, Whole
 
 # The digests of so many tokens take 50 µs.
 _TOKENS_AT_ONCE = 4096

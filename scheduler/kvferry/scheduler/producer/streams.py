@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from kvferry.link.counters import Counters
 from kvferry.protocol.orders import LeaseOpen, LeaseProgress
-from kvferry.scheduler.producer.lease import ProducerLease, PublishedStream
 from kvferry.scheduler.producer.lease_slots import LeaseOrders, LeaseSlots
+from kvferry.scheduler.requests import ProducerLease, PublishedStream
 
 
 class PublishedStreams:
