@@ -20,7 +20,7 @@ from kvferry.protocol.slots import (
     SlotState,
     slot_word,
 )
-from kvferry.scheduler.producer import deadlines
+from kvferry.scheduler.producer import ledger
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
 from kvferry.scheduler.requests import LeaseState, ProducerLease
 from tests.connector.test_adapters import adapter, content, request
@@ -332,8 +332,8 @@ def test_a_lease_that_is_given_up_before_its_ticket_is_sent_ends(
 def test_a_lease_that_nobody_renews_expires(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert deadlines.PREFIX_S == 5.0
-    monkeypatch.setattr(deadlines, "PREFIX_S", 0.5)
+    assert ledger.PREFIX_S == 5.0
+    monkeypatch.setattr(ledger, "PREFIX_S", 0.5)
     node = make("kv_both", **LONG)
     compute(node, "own", PROMPT)
     with asking(node) as asker:

@@ -86,7 +86,7 @@ GUARDS = (
         "preempted",
         "a prompt that is preempted while it is read goes on under another epoch",
         (1, 2),
-        "kvferry.scheduler.producer.streams:PublishedStreams.restart",
+        "kvferry.scheduler.producer.ledger:PublishedStreams.restart",
         switches.nothing,
         (
             "tests/faults/test_fence_attack.py::"

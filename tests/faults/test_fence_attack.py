@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 
-from kvferry.scheduler.producer.streams import PublishedStreams
+from kvferry.scheduler.producer.ledger import PublishedStreams
 from kvferry.worker.loads.fence import LeaseFence
 from tests.faults.fence_attack import (
     PLACINGS,

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from kvferry.link.counters import Counters
-from kvferry.scheduler.producer.deadlines import SCAN_S, Deadlines
-from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.producer.ledger import SCAN_S, Deadlines, ProducerLedger
 from kvferry.scheduler.requests import ProducerLease
 
 LEASES = 500

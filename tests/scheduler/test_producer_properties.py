@@ -23,8 +23,7 @@ from kvferry.protocol.slots import (
     slot_word,
 )
 from kvferry.scheduler.producer.block_references import Reservation
-from kvferry.scheduler.producer.lease_slots import LeaseOrders
-from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.producer.ledger import LeaseOrders, ProducerLedger
 from kvferry.scheduler.requests import LeaseUse
 from kvferry.worker.leases import LeaseTable
 from tests.draws import draws

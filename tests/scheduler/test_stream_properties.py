@@ -22,8 +22,7 @@ from kvferry.protocol.orders import LeaseProgress
 from kvferry.protocol.slots import (
     EMPTY,
 )
-from kvferry.scheduler.producer.lease_slots import LeaseOrders
-from kvferry.scheduler.producer.ledger import ProducerLedger
+from kvferry.scheduler.producer.ledger import LeaseOrders, ProducerLedger
 from kvferry.scheduler.requests import LeaseUse, ProducerLease
 from tests.draws import draws
 from tests.fakes.device_mark import FakeMark

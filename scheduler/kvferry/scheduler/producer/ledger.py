@@ -1,17 +1,23 @@
-"""The producer's ledger: whose blocks are leased under which slot, and until when. No I/O, no clock."""
+"""The producer's ledger: whose blocks are leased under which slot, and until when. No I/O, no clock.
+
+It has the lease table's slots and the orders that no step has sent yet (`LeaseSlots`, `LeaseOrders`), the streams of
+prompts that are read while they are computed (`PublishedStreams`), and the times at which held leases run out
+(`Deadlines`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from kvferry.link.awake_clock import AwakeClock
 from kvferry.link.counters import Counters
 from kvferry.link.limits import heartbeat_s
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.ids import Epoch, new_epoch
-from kvferry.protocol.orders import LeaseHold
+from kvferry.protocol.ids import Epoch, epoch_to_text, new_epoch
+from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.params import Blocks
 from kvferry.protocol.slots import STREAM_ROWS
 from kvferry.protocol.transitions import next_state
@@ -20,15 +26,13 @@ from kvferry.scheduler.producer.block_references import (
     BlockReferences,
     Reservation,
 )
-from kvferry.scheduler.producer.deadlines import Deadlines
-from kvferry.scheduler.producer.lease_slots import LeaseOrders, LeaseSlots
-from kvferry.scheduler.producer.streams import PublishedStreams
 from kvferry.scheduler.requests import (
     LEASE_TRANSITIONS,
     LeaseEvent,
     LeaseState,
     LeaseUse,
     ProducerLease,
+    PublishedStream,
     RequestTable,
 )
 
@@ -429,3 +433,283 @@ class ProducerLedger:
         if lease.use is LeaseUse.PREFIX:
             self.num_prefixes -= 1
             self.num_prefix_blocks -= len(lease.block_ids)
+
+
+# Slots, and the orders to the workers.
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSlotsSnapshot:
+    """Attributes:
+    leases: those that have a slot.
+    free: the slots without a lease.
+    """
+
+    leases: frozenset[ProducerLease]
+    free: tuple[int, ...]
+
+
+class LeaseSlots:
+    """The slots of the lease table: each is free or belongs to exactly one lease. `in` may be used on any thread.
+
+    Args:
+        draw_epoch: fresh epochs.
+    """
+
+    def __init__(self, count: int, draw_epoch: Callable[[], Epoch]) -> None:
+        self.count = count
+        self._draw_epoch = draw_epoch
+        self._free = list(range(count - 1, -1, -1))
+        self._by_name: dict[LeaseName, ProducerLease] = {}
+
+    def __contains__(self, name: LeaseName) -> bool:
+        return name in self._by_name
+
+    @property
+    def free(self) -> int:
+        """The number of slots without a lease."""
+        return len(self._free)
+
+    def find(self, name: LeaseName) -> ProducerLease | None:
+        """The lease of this name, if there is one."""
+        return self._by_name.get(name)
+
+    def take(self, lease: ProducerLease) -> LeaseOpen:
+        """Give a lease a free slot and a fresh epoch, and return the order to the workers."""
+        slot = self._free.pop()
+        lease.name = self._new_name(slot)
+        lease.origin = lease.name
+        self._by_name[lease.name] = lease
+        return LeaseOpen(slot=lease.slot, epoch=lease.name.epoch)
+
+    def renew_epoch(self, lease: ProducerLease) -> None:
+        """Give a lease a fresh epoch in its slot; `find` knows it by its first name too."""
+        # Not by the names in between: tickets have the first one, so consumers have never had those.
+        if lease.name != lease.origin:
+            del self._by_name[lease.name]
+        lease.name = self._new_name(lease.slot)
+        self._by_name[lease.name] = lease
+
+    def give_back(self, lease: ProducerLease) -> None:
+        """The lease is over."""
+        for name in {lease.name, lease.origin}:
+            del self._by_name[name]
+        self._free.append(lease.slot)
+
+    def snapshot(self) -> LeaseSlotsSnapshot:
+        """The slots now."""
+        return LeaseSlotsSnapshot(
+            leases=frozenset(self._by_name.values()), free=tuple(self._free)
+        )
+
+    def _new_name(self, slot: int) -> LeaseName:
+        return LeaseName(slot=slot, epoch=epoch_to_text(self._draw_epoch()))
+
+
+@dataclass(slots=True)
+class LeaseOrders:
+    """Lease orders that no step has sent yet."""
+
+    opens: list[LeaseOpen] = field(default_factory=list)
+    holds: list[LeaseHold] = field(default_factory=list)
+    progress: list[LeaseProgress] = field(default_factory=list)
+    completions: list[LeaseHold] = field(default_factory=list)
+    ends: list[LeaseEnd] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.opens or self.holds or self.progress or self.completions or self.ends
+        )
+
+    def take(self) -> LeaseOrders:
+        """All orders; this object is empty then."""
+        # The object stays the same one: the ledger and its streams both add to it.
+        taken = LeaseOrders(
+            self.opens, self.holds, self.progress, self.completions, self.ends
+        )
+        self.opens = []
+        self.holds = []
+        self.progress = []
+        self.completions = []
+        self.ends = []
+        return taken
+
+    def withdraw(self, slot: int) -> bool:
+        """Drop the orders that were not sent for the lease of a slot, which is over.
+
+        Returns:
+            True if an order for this lease was or will be sent; the caller must then send an end.
+        """
+        self.progress = [order for order in self.progress if order.slot != slot]
+        opened_at = self._first_open_of(slot)
+        if opened_at is None:
+            return True
+        # Orders before it stay: they are of an earlier lease of the slot, which the workers know and end.
+        kept = self.opens[:opened_at]
+        for order in self.opens[opened_at:]:
+            if order.slot != slot:
+                kept.append(order)
+        self.opens = kept
+        return False
+
+    def _first_open_of(self, slot: int) -> int | None:
+        """The position of the order that opens the present lease of a slot; None if it was sent already."""
+        for position in reversed(range(len(self.opens))):
+            order = self.opens[position]
+            # Only the first open of a lease has no row: the others give a stream that restarted another epoch.
+            if order.slot == slot and order.row is None:
+                return position
+        return None
+
+
+# Streams.
+
+
+class PublishedStreams:
+    """The streams of one engine: prompts that consumers read while they are computed, listed in rows.
+
+    A lease whose request is preempted has published blocks that vLLM gives to others. So it goes on under a new epoch,
+    with its slot and its row: the epoch under which those blocks were published never becomes READY. Consumers know the
+    lease by its first epoch, which stays its name until it is over.
+
+    Args:
+        orders: of the ledger, to be sent with the next step.
+        counters: counts `streams`, `stream_restarts`, and `streams_refused` for lack of `rows`.
+        rows: how many there are.
+
+    Attributes:
+        rows: as given.
+        free_rows: the rows of no lease; the next to be used is last.
+    """
+
+    def __init__(
+        self, slots: LeaseSlots, orders: LeaseOrders, counters: Counters, rows: int
+    ) -> None:
+        self._slots = slots
+        self._orders = orders
+        self._counters = counters
+        self.rows = rows
+        self.free_rows = list(range(rows - 1, -1, -1))
+
+    def begin(self, lease: ProducerLease) -> PublishedStream | None:
+        """A consumer reads this prompt from now on, while it is computed; None if all rows are used."""
+        if not self.free_rows:
+            self._counters.add("streams_refused", "rows")
+            return None
+        lease.stream = PublishedStream(self.free_rows.pop())
+        self._counters.add("streams")
+        return lease.stream
+
+    def publish(
+        self,
+        lease: ProducerLease,
+        stream: PublishedStream,
+        tokens: int,
+        blocks: tuple[Sequence[int], ...],
+    ) -> None:
+        """The next step completes the first `tokens` tokens of a prompt.
+
+        Args:
+            blocks: all blocks of these tokens that are listed, per cache group; they go on with those before.
+        """
+        # A row lists blocks in order, and workers only add to it: each order names those that the ones before did not.
+        num_listed = [0] * len(blocks)
+        if stream.blocks:
+            num_listed = [len(ids) for ids in stream.blocks]
+        new_blocks = [
+            tuple(ids[first:]) for first, ids in zip(num_listed, blocks, strict=True)
+        ]
+        stream.tokens = tokens
+        stream.blocks = blocks
+        self._orders.progress.append(
+            LeaseProgress(
+                slot=lease.slot,
+                epoch=lease.name.epoch,
+                row=stream.row,
+                origin=lease.origin.epoch,
+                tokens=tokens,
+                first_blocks=tuple(num_listed),
+                blocks=tuple(new_blocks),
+            )
+        )
+
+    def restart(self, lease: ProducerLease, stream: PublishedStream) -> None:
+        """The published part is not valid any more: go on under another epoch.
+
+        Must be called before the next step's orders are taken: in that step other requests may write the blocks.
+        """
+        if not stream.blocks:
+            return
+        stream.tokens = 0
+        stream.blocks = ()
+        # The slot and the row stay: consumers have them from the ticket. A consumer that has read under the old epoch
+        # finds no READY with it, ever.
+        self._slots.renew_epoch(lease)
+        order = LeaseOpen(
+            slot=lease.slot,
+            epoch=lease.name.epoch,
+            row=stream.row,
+            origin=lease.origin.epoch,
+        )
+        self._orders.opens.append(order)
+        self._counters.add("stream_restarts")
+
+    def end(self, lease: ProducerLease, stream: PublishedStream) -> None:
+        """The lease is over: its row is free."""
+        self.free_rows.append(stream.row)
+        lease.stream = None
+
+
+# Deadlines.
+
+
+PREFIX_S = 5.0
+"""Lifetime of a prefix's lease without a renewal: who has asked for it waits for it, and renews it at once."""
+SCAN_S = 10e-6
+"""Wait per held lease until deadlines are checked again: a hundred times what the check costs."""
+
+
+class Deadlines:
+    """Deadlines of held leases whose requests have ended.
+
+    Args:
+        lease_s: lifetime of a held lease without a renewal.
+        turn_s: the same for a turn's lease.
+    """
+
+    def __init__(self, lease_s: float, turn_s: float) -> None:
+        self._lifetime_s = {
+            LeaseUse.PROMPT: lease_s,
+            LeaseUse.TURN: turn_s,
+            LeaseUse.PREFIX: min(lease_s, PREFIX_S),
+        }
+        # No deadline passes before this time. It may be too early, after a renewal or an end; never too late.
+        self._next_due_s = math.inf
+
+    def start(self, lease: ProducerLease, clock_s: float) -> None:
+        """From now on a held lease expires unless it is renewed."""
+        lease.held_s = clock_s
+        # A renewal that came before counts: a consumer that reads a stream renews it while it is computed.
+        lease.deadline_s = max(
+            lease.claimed_until_s, clock_s + self._lifetime_s[lease.use]
+        )
+        self._next_due_s = min(self._next_due_s, lease.deadline_s)
+
+    def may_be_due(self, clock_s: float) -> bool:
+        """True if a deadline may have passed; its lease may have been renewed or ended since."""
+        return clock_s >= self._next_due_s
+
+    def due(self, held: Iterable[ProducerLease], clock_s: float) -> list[ProducerLease]:
+        """The held leases whose deadline has passed. It reads all of them."""
+        due: list[ProducerLease] = []
+        num_held = 0
+        earliest_s = math.inf
+        for lease in held:
+            num_held += 1
+            if lease.deadline_s <= clock_s:
+                due.append(lease)
+            else:
+                earliest_s = min(earliest_s, lease.deadline_s)
+        # A renewal only adds time, so none of the others is due before the earliest deadline that was found.
+        self._next_due_s = max(earliest_s, clock_s + num_held * SCAN_S)
+        return due
