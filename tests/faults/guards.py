@@ -198,7 +198,7 @@ GUARDS = (
         "pinned",
         "blocks that are named so are kept out of the pool",
         (2,),
-        "kvferry.scheduler.consumer.quarantine:QuarantinedBlocks._pin",
+        "kvferry.scheduler.consumer.ledger:QuarantinedBlocks._pin",
         switches.pin_nothing,
         (
             "tests/engine_core/test_quarantined_blocks.py::test_the_blocks_stay_out_of_the_pool_until_the_transfer_is_dead",

@@ -142,7 +142,7 @@ def always_safe(settle: Function) -> Function:
 
 
 def pin_nothing(_: Function) -> Function:
-    from kvferry.scheduler.consumer.quarantine import PinnedBlocks
+    from kvferry.scheduler.consumer.ledger import PinnedBlocks
 
     def careless(quarantined: Any, _pool: Any, request_id: str, _now_s: float) -> None:
         quarantined._pinned[request_id] = PinnedBlocks((), 0.0)

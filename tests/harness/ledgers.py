@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
+from kvferry.scheduler.consumer.ledger import ConsumerLedger, QuarantinedBlocks
 from kvferry.scheduler.producer.block_references import BlockReferences
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.requests import (

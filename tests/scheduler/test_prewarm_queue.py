@@ -8,9 +8,13 @@ import pytest
 from kvferry.link.counters import Counters
 from kvferry.protocol.orders import Prewarm, decode_orders, encode_orders
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.consumer import prewarm_queue
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
-from kvferry.scheduler.consumer.prewarm_queue import AGAIN_S, MAX_WAITING, PrewarmQueue
+from kvferry.scheduler.consumer import ledger
+from kvferry.scheduler.consumer.ledger import (
+    AGAIN_S,
+    MAX_WAITING,
+    ConsumerLedger,
+    PrewarmQueue,
+)
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.step import next_orders
 from tests.protocol.samples import BOOT, make_params, make_ticket
@@ -79,7 +83,7 @@ def test_remembered_producers_and_prewarms_of_one_step_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Clients choose the names. A producer left out is queued by the next request that needs it."""
-    monkeypatch.setattr(prewarm_queue, "MAX_NAMED", 100)
+    monkeypatch.setattr(ledger, "MAX_NAMED", 100)
     prewarms = PrewarmQueue()
     named = [
         Prewarm.from_params(make_params(remote_host=f"10.0.1.{number}"))

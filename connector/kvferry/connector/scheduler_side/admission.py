@@ -55,7 +55,7 @@ from kvferry.connector.vllm.scheduler import (
     waits_for_blocks,
     waits_for_load,
 )
-from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
+from kvferry.scheduler.consumer.ledger import QuarantinedBlocks
 from kvferry.scheduler.producer.eviction_order import Demand, candidates, evict
 from kvferry.scheduler.requests import ProducerLease, RemotePromptState
 

@@ -1,9 +1,17 @@
-"""The consumer's ledger: requests that wait for blocks of a producer, and their leases there. No I/O, no clock."""
+"""The consumer's ledger: requests that wait for blocks of a producer, and their leases there. No I/O, no clock.
+
+It remembers leases that have ended (`EndedLeases`), has the workers shake hands with producers before the first load
+from them is ordered (`PrewarmQueue`), and pins blocks of failed loads that a worker may still write
+(`QuarantinedBlocks`).
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
 
 from kvferry.link.commands import (
     ForgetLease,
@@ -14,13 +22,13 @@ from kvferry.link.commands import (
     RenewLease,
 )
 from kvferry.link.counters import Counters
+from kvferry.link.limits import has_share
 from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.hosts import one_spelling
 from kvferry.protocol.orders import LoadOrder, Prewarm
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.transitions import next_state
 from kvferry.scheduler.block_pool import BlockPool
-from kvferry.scheduler.consumer.prewarm_queue import PrewarmQueue
-from kvferry.scheduler.consumer.quarantine import QuarantinedBlocks
 from kvferry.scheduler.requests import (
     CLAIMING,
     REMOTE_PROMPT_TRANSITIONS,
@@ -415,3 +423,134 @@ class EndedLeases:
         self._keys.setdefault(key)
         if len(self._keys) > self._limit:
             self._keys.popitem(last=False)
+
+
+AGAIN_S = 10.0
+"""Interval between prewarms of a producer. For a known one they cost a worker one table lookup."""
+MAX_NAMED = 4096
+"""Most producers remembered; the least recently named is dropped. Clients choose what params name."""
+MAX_WAITING = 64
+"""Most prewarms in the orders of one step, static peers apart; of one host no more than are free, so that others get
+some. Loads from producers that are left out begin with a handshake."""
+
+
+class PrewarmQueue:
+    """Producers that the workers prewarm before the first load from them is ordered.
+
+    The handshake (a description, a plan, a first read) then proceeds while the request waits. A worker that drops a
+    producer does not report it here: so the next request that names it queues it again after `AGAIN_S`, or after a load
+    from it has failed.
+    """
+
+    def __init__(self) -> None:
+        # When each was queued last; the one that was named last is last. The workers may have dropped one since without
+        # a word, so it is queued again after `AGAIN_S`.
+        self._named_s: dict[Prewarm, float] = {}
+        self._waiting: list[Prewarm] = []
+        # Of those that clients have named: static peers have no share.
+        self._by_host: Counter[str] = Counter()
+
+    def expect(self, producer: Prewarm, now_s: float) -> None:
+        """A request will read from this producer, or a static peer has answered. `now_s` is of any monotonic clock."""
+        # One entry, whether an operator or a client has named it.
+        named = msgspec.structs.replace(producer, is_static=False)
+        # A static peer has no share: the operator has listed it, so there are few, and each is wanted.
+        if not producer.is_static and not self._may_wait(named, now_s):
+            return
+        self._waiting.append(producer)
+        self.forget(named)
+        self._named_s[named] = now_s
+        if len(self._named_s) > MAX_NAMED:
+            del self._named_s[next(iter(self._named_s))]
+
+    def forget(self, producer: Prewarm) -> None:
+        """The workers may have lost it: the next request names it again."""
+        self._named_s.pop(producer, None)
+
+    def _may_wait(self, producer: Prewarm, now_s: float) -> bool:
+        """Take a place for a producer that a client has named. False if it was prewarmed lately, or has no share."""
+        named_s = self._named_s.get(producer)
+        if named_s is not None and now_s < named_s + AGAIN_S:
+            return False
+        host = one_spelling(producer.host)
+        if not has_share(self._by_host[host], self._by_host.total(), MAX_WAITING):
+            return False
+        self._by_host[host] += 1
+        return True
+
+    def take(self) -> tuple[Prewarm, ...]:
+        """The producers to prewarm since the last call."""
+        waiting = tuple(self._waiting)
+        self._waiting.clear()
+        self._by_host.clear()
+        return waiting
+
+
+class PinnedBlocks(NamedTuple):
+    """The blocks of one failed load, and since when they are pinned."""
+
+    blocks: tuple[int, ...]
+    since_s: float
+
+
+class QuarantinedBlocks:
+    """Pins the blocks of failed loads, by request, until no worker reports that they may still be written.
+
+    To release a transfer does not stop it: NIXL may write as long as its handle lives. But vLLM frees a failed
+    request's blocks at once. So one more reference is taken on each block before that.
+
+    Args:
+        pool: the engine's; without it nothing is pinned.
+
+    Attributes:
+        pool: as given.
+    """
+
+    def __init__(self, pool: BlockPool | None) -> None:
+        self.pool = pool
+        # By worker, its latest report: not every worker reports in every step.
+        self._alive: dict[int, frozenset[str]] = {}
+        # By request, as workers name loads; it may have ended. The oldest is first.
+        self._pinned: dict[str, PinnedBlocks] = {}
+
+    def __len__(self) -> int:
+        """The number of requests whose blocks are pinned."""
+        return len(self._pinned)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of pinned blocks."""
+        return sum(len(pin.blocks) for pin in self._pinned.values())
+
+    def update(self, alive: Mapping[int, frozenset[str]], now_s: float) -> None:
+        """Take the requests whose blocks may still be written, by worker, before vLLM frees blocks of the step."""
+        if not alive or self.pool is None:
+            return
+        self._alive.update(alive)
+        named = frozenset().union(*self._alive.values())
+        for request_id in named - self._pinned.keys():
+            self._pin(self.pool, request_id, now_s)
+        for request_id in self._pinned.keys() - named:
+            pin = self._pinned.pop(request_id)
+            self.pool.give_back(pin.blocks)
+
+    def gauges(self, now_s: float) -> dict[str, float]:
+        """The gauges of pinned requests and blocks."""
+        oldest_s = 0.0
+        for pin in self._pinned.values():
+            oldest_s = now_s - pin.since_s
+            break
+        return {
+            "quarantined_requests_now": len(self._pinned),
+            "quarantined_blocks_now": self.num_blocks,
+            "oldest_quarantine_s": oldest_s,
+        }
+
+    def snapshot(self) -> Mapping[str, PinnedBlocks]:
+        """The pinned blocks now, by request."""
+        return dict(self._pinned)
+
+    def _pin(self, pool: BlockPool, request_id: str, now_s: float) -> None:
+        blocks = pool.loaded_into(request_id)
+        pool.keep(blocks)
+        self._pinned[request_id] = PinnedBlocks(blocks, now_s)
