@@ -27,7 +27,7 @@ from kvferry.scheduler.consumer.pending_queries import (
     UNKNOWN_S,
     PendingQueries,
 )
-from kvferry.scheduler.producer import prompt_directory, prompt_index
+from kvferry.scheduler.producer import prompt_directory
 from kvferry.scheduler.producer.prompt_directory import (
     KEPT_S,
     SUBSCRIPTION_S,
@@ -280,7 +280,7 @@ def test_every_prompt_is_digested_once_whatever_is_asked(
             digested.append(prompt.tokens[0])
             super().__init__(prompt)
 
-    monkeypatch.setattr(prompt_index, "GrowingChain", Chain)
+    monkeypatch.setattr(prompt_directory, "GrowingChain", Chain)
     directory = PromptDirectory()
     prompts = [Prompt(tokens=[n] * 5) for n in range(50)]
     for number, prompt in enumerate(prompts):
