@@ -658,7 +658,7 @@ GUARDS = (
         "prefix-digests",
         "a prefix is given only to who presents the digests of its tokens",
         (9,),
-        "kvferry.scheduler.producer.prefix_index:PrefixIndex.leading",
+        "kvferry.scheduler.producer.prefix_directory:PrefixIndex.leading",
         switches.all_that_is_listed,
         (
             "tests/scheduler/test_prefix_index.py::test_who_lacks_what_else_determines_a_cache_finds_nothing",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.protocol.digests import CHUNK_TOKENS, DIGEST_BYTES, Prompt, digest_chain
 from kvferry.protocol.queries import chain_bytes
-from kvferry.scheduler.producer.prefix_index import (
+from kvferry.scheduler.producer.prefix_directory import (
     ListedChunk,
     ListedSequence,
     PrefixIndex,

@@ -28,7 +28,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.producer.prefix_index import ListedSequence
+from kvferry.scheduler.producer.prefix_directory import ListedSequence
 from kvferry.scheduler.requests import ProducerLease, RequestRecord, RequestTable
 
 if TYPE_CHECKING:
