@@ -24,6 +24,10 @@ COUNTED = 100
 """Tokens that the brute force looks at: more than any request has, its last unit included."""
 
 
+EVERY_SECOND = (Interleave(ranks=2, rank=0, run_tokens=4),) * 2
+"""Runs of 4 tokens on both sides: the share has no token from 4 to 7."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """Everything that pairing depends on, for the only group."""
@@ -272,6 +276,8 @@ def test_any_request_that_can_be_served_is_paired_as_its_tokens_say(
 @example(asked([9, 8, 7], [1, 2, 3], (0, 12)))
 @example(asked([0, 0, 7], [3], (0, 12)))
 @example(asked([5, 6], [1, 2, 3, 4], (8, 15), blocks=(8, 4), kernels=(4, 4)))
+@example(asked([9, 8, 7, 6], [1, 2, 3], (4, 8), held=16))
+@example(asked([1], [2, 2], (5, 6), held=51, blocks=(16, 16), shares=EVERY_SECOND))
 def test_any_change_is_paired_or_refused_as_the_tokens_say(case: Asked) -> None:
     try:
         by_tokens(case)

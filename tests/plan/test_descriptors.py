@@ -52,7 +52,7 @@ def table_of(
 def units_of(pairs: list[tuple[int, int, int, int]]) -> UnitPairs:
     """Units as `(local block, local position, remote block, remote position)`."""
     columns = np.array(pairs, dtype=np.int64).reshape(-1, 4)
-    return UnitPairs(columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3])
+    return UnitPairs(columns[:, [2, 3, 0, 1]])
 
 
 def expand(rows: np.ndarray) -> list[tuple[int, int]]:

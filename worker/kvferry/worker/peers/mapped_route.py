@@ -146,15 +146,10 @@ class MappedRoute:
             pairs = units.get(kind.tokens)
             if pairs is None or not len(pairs):
                 continue
-            rows = np.empty((len(pairs), 4), dtype=np.int32)
-            rows[:, 0] = pairs.remote_block
-            rows[:, 1] = pairs.remote_position
-            rows[:, 2] = pairs.local_block
-            rows[:, 3] = pairs.local_position
             most_units = self.relayout.most_units(self.pieces)
             at_once = max(1, min(most_units, LAUNCH_BYTES // kind.num_bytes))
-            for first in range(0, len(rows), at_once):
-                launched = rows[first : first + at_once]
+            for first in range(0, len(pairs), at_once):
+                launched = pairs.places[first : first + at_once]
                 ranges = tuple(
                     (0, len(launched)) if is_own else (0, 0) for is_own in kind.shapes
                 )

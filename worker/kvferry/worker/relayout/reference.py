@@ -7,7 +7,7 @@ converted by torch's casts, those of one or two bytes with a lookup table.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ class ReferenceRelayout:
         """Put a wave in place. See `Relayout.try_start`; it is done when this returns."""
         prepared = self._prepared(table.pieces)
         prepared.bounds.check(table)
-        offsets: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        offsets: dict[int, NDArray[np.int64]] = {}
         for row, source, destination in zip(
             table.rows.tolist(),
             prepared.sources[table.selected],
@@ -97,23 +97,18 @@ class ReferenceRelayout:
             if first_unit == stop_unit:
                 continue
             if number not in offsets:
-                units = table.units[first_unit:stop_unit].astype(np.int64)
-                offsets[number] = (
-                    units[:, :2] @ shape.source_unit_stride,
-                    units[:, 2:] @ shape.destination_unit_stride,
-                )
-            to_read, to_written = offsets[number]
-            read = _PieceUnits(prepared.read[number], source, row[SOURCE] + to_read)
-            written = _PieceUnits(
-                prepared.written[number], destination, row[DESTINATION] + to_written
-            )
+                units = table.units[first_unit:stop_unit]
+                offsets[number] = units @ prepared.strides[number]
+            addresses = offsets[number] + (row[SOURCE], row[DESTINATION])
+            read = _Side(prepared.read[number], source)
+            written = _Side(prepared.written[number], destination)
             if shape.conversion is None:
-                _copy(written, read)
+                _copy(read, written, addresses)
                 continue
             first_scale = row[SCALE]
             scales = table.pieces.scales[first_scale : first_scale + shape.scale_rows]
-            codes, read_index = read.together()
-            converted, written_index = written.together()
+            codes, read_index = read.units_at(addresses[:, 0])
+            converted, written_index = written.units_at(addresses[:, 1])
             converted[written_index] = _convert(
                 codes[read_index], shape, shape.conversion, scales
             )
@@ -170,6 +165,8 @@ class _HostPieces:
     Attributes:
         sources, destinations: by piece.
         read, written: by shape.
+        strides: by shape, int64 `[4, 2]`: multiplied by units, `[n, 4]`, they give the offsets of each in the source
+            and in the destination.
     """
 
     bounds: Bounds
@@ -177,6 +174,7 @@ class _HostPieces:
     destinations: list[_Allocation]
     read: list[_Elements]
     written: list[_Elements]
+    strides: list[NDArray[np.int64]]
 
     @classmethod
     def prepare(
@@ -188,7 +186,15 @@ class _HostPieces:
             destinations=_allocations(destinations, pieces, DESTINATION),
             read=[_Elements.of_shape(shape, 0) for shape in pieces.shapes],
             written=[_Elements.of_shape(shape, 1) for shape in pieces.shapes],
+            strides=[_unit_strides(shape) for shape in pieces.shapes],
         )
+
+
+def _unit_strides(shape: Shape) -> NDArray[np.int64]:
+    strides = np.zeros((4, 2), dtype=np.int64)
+    strides[:2, 0] = shape.source_unit_stride
+    strides[2:, 1] = shape.destination_unit_stride
+    return strides
 
 
 def _allocations(memory: Memory, pieces: Pieces, side: int) -> list[_Allocation]:
@@ -200,48 +206,48 @@ def _allocations(memory: Memory, pieces: Pieces, side: int) -> list[_Allocation]
     ]
 
 
-class _PieceUnits(NamedTuple):
-    """The units of a piece on one side.
-
-    Attributes:
-        starts: address of each, int64 `[units]`.
-    """
+class _Side(NamedTuple):
+    """One side of a piece."""
 
     elements: _Elements
     allocation: _Allocation
-    starts: NDArray[np.int64]
 
-    def one_by_one(self) -> Iterator[NDArray[Any]]:
-        """Each unit as an array of elements."""
-        memory, address = self.allocation
+    def unit_at(self, address: int) -> NDArray[Any]:
+        """One unit as an array of elements."""
+        memory, start = self.allocation
         dtype, counts, strides = self.elements
-        for start in self.starts.tolist():
-            yield np.ndarray(counts, dtype, memory, start - address, strides)
+        return np.ndarray(counts, dtype, memory, address - start, strides)
 
-    def together(self) -> tuple[NDArray[Any], NDArray[np.int64] | slice]:
+    def units_at(
+        self, addresses: NDArray[np.int64]
+    ) -> tuple[NDArray[Any], NDArray[np.int64] | slice]:
         """An array `[units, *elements]`, and the index of all units in it. Units that are not equally far apart are at
         some of the first axis's places: the index names them."""
-        memory, address = self.allocation
+        memory, start = self.allocation
         dtype, counts, strides = self.elements
-        start = int(self.starts.min())
-        count, step, index = _regular_places(self.starts - start)
+        lowest = int(addresses.min())
+        count, step, index = _regular_places(addresses - lowest)
         array: NDArray[Any] = np.ndarray(
-            (count, *counts), dtype, memory, start - address, (step, *strides)
+            (count, *counts), dtype, memory, lowest - start, (step, *strides)
         )
         return array, index
 
 
-def _copy(written: _PieceUnits, read: _PieceUnits) -> None:
-    """Copy units. By numpy, on one thread: the engine computes on all cores."""
+def _copy(read: _Side, written: _Side, addresses: NDArray[np.int64]) -> None:
+    """Copy units. By numpy, on one thread: the engine computes on all cores.
+
+    Args:
+        addresses: of each unit on both sides, `[units, 2]`.
+    """
     # All units together need an index where they are not equally far apart, and with one numpy gathers them into memory
     # of its own first. For long ones that is a second copy, which leaves the processor's cache between the two.
     if read.elements.unit_bytes < _LONG_UNIT_BYTES:
-        to_units, to_index = written.together()
-        from_units, from_index = read.together()
+        from_units, from_index = read.units_at(addresses[:, 0])
+        to_units, to_index = written.units_at(addresses[:, 1])
         to_units[to_index] = from_units[from_index]
         return
-    for to_unit, from_unit in zip(written.one_by_one(), read.one_by_one(), strict=True):
-        to_unit[...] = from_unit
+    for source, destination in addresses.tolist():
+        written.unit_at(destination)[...] = read.unit_at(source)
 
 
 def _regular_places(

@@ -11,10 +11,10 @@
 
 `Pieces.scales`, float32 `[S, 2]`: the scale of the source and that of the destination.
 
-`WaveTable.units`, int32 `[U, 4]`: the place of a unit: source block, source position, destination block, destination
-position. The strides of the shape define blocks and positions; usually a source block is a chunk of the staging
-buffer. The pieces of a shape have the units `[first, stop)` of its range; a shape with several ranges of units is
-listed once for each. A wave may shift each piece by source blocks only, so its access width does not change.
+`WaveTable.units`, int32 or int64 `[U, 4]`: the place of a unit: source block, source position, destination block,
+destination position. The strides of the shape define blocks and positions; usually a source block is a chunk of the
+staging buffer. The pieces of a shape have the units `[first, stop)` of its range; a shape with several ranges of units
+is listed once for each. A wave may shift each piece by source blocks only, so its access width does not change.
 
 Example: a wave of 2 chunks of 64 bytes, each 2 heads of 4 tokens of 8 bytes (heads outermost), goes to a cache of
 blocks of 4 tokens with tokens outermost. `Shape.from_axes([CopyAxis(2, 32, 8), CopyAxis(4, 8, 16)], 8,
@@ -113,17 +113,17 @@ class WaveTable:
         selected: the pieces of the wave.
 
     Raises:
-        InvalidTable: the units have another type or shape or a negative place, or a range leaves them.
+        InvalidTable: the units have another type or shape, or a range leaves them.
     """
 
     pieces: Pieces
     ranges: tuple[tuple[int, int], ...]
-    units: NDArray[np.int32]
+    units: NDArray[np.int32] | NDArray[np.int64]
     shifts: NDArray[np.int64] | None = None
     selected: slice = field(default_factory=lambda: _EVERY_PIECE)
 
     def __post_init__(self) -> None:
-        _check_array("units", self.units, 4, np.int32)
+        _check_array("units", self.units, 4, np.int32, np.int64)
         if len(self.ranges) != len(self.pieces.shapes):
             raise InvalidTable(
                 f"{len(self.ranges)} ranges of units; expected one for each of the shapes"
@@ -133,8 +133,6 @@ class WaveTable:
                 raise InvalidTable(
                     f"units of shape {number} are [{first}, {stop}); expected some of {len(self.units)}"
                 )
-        if len(self.units) and np.minimum.reduce(self.units, axis=None) < 0:
-            raise InvalidTable("a unit's block or position is negative")
 
     @classmethod
     def from_rows(
@@ -177,6 +175,9 @@ class WaveTable:
         Returns:
             For each shape the least and the largest offset from a piece's address, in the source and in the
             destination, as if all blocks had all positions.
+
+        Raises:
+            InvalidTable: a unit's block or position is negative.
         """
         # Shapes of one source share a range, and minima over many units are the cost here: once for
         # each range. Of few units the calls are, and the arrays' own `min` takes twice as long as the reduction.
@@ -184,10 +185,10 @@ class WaveTable:
         for first, stop in dict.fromkeys(self.ranges):
             own = self.units[first:stop]
             if len(own):
-                corners[first, stop] = (
-                    np.minimum.reduce(own).tolist(),
-                    np.maximum.reduce(own).tolist(),
-                )
+                low = np.minimum.reduce(own).tolist()
+                if min(low) < 0:
+                    raise InvalidTable("a unit's block or position is negative")
+                corners[first, stop] = (low, np.maximum.reduce(own).tolist())
         reaches: list[tuple[Span, Span] | None] = []
         for shape, units in zip(self.pieces.shapes, self.ranges, strict=True):
             if units in corners:
@@ -211,11 +212,12 @@ def _reach(shape: Shape, low: Sequence[int], high: Sequence[int]) -> tuple[Span,
 
 
 def _check_array(
-    name: str, array: NDArray[np.generic], columns: int, dtype: type[np.generic]
+    name: str, array: NDArray[np.generic], columns: int, *types: type[np.generic]
 ) -> None:
-    if array.ndim != 2 or array.shape[1] != columns or array.dtype != dtype:
+    if array.ndim != 2 or array.shape[1] != columns or array.dtype not in types:
+        expected = " or ".join(dtype.__name__ for dtype in types)
         raise InvalidTable(
-            f"{name} are {array.dtype} {array.shape}, not {dtype.__name__} [n, {columns}]"
+            f"{name} are {array.dtype} {array.shape}, not {expected} [n, {columns}]"
         )
 
 
