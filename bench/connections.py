@@ -10,7 +10,6 @@ longest makes room. The listener is in a child process, whose memory and files a
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import multiprocessing
@@ -19,14 +18,13 @@ import resource
 import select
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from bench.figures import Cell, Results, Table, publish
-from bench.provenance import begin
+from bench.command import quick_or_whole
+from bench.figures import Cell, Results, Table
 from kvferry.link import limits
 from kvferry.link.client import SideChannelClient
 from kvferry.link.counters import Counters
@@ -209,21 +207,17 @@ def run(counts: Sequence[int], handshakes: int, *, quick: bool) -> Results:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.connections", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{max(QUICK_COUNTS)} connections at most"
-    )
-    quick = parser.parse_args(arguments).quick
-    started = begin()
-    counts = QUICK_COUNTS if quick else COUNTS
-    handshakes = QUICK_HANDSHAKES if quick else HANDSHAKES
-    publish("connections", run(counts, handshakes, quick=quick), started)
-    return 0
+    most = f"{max(QUICK_COUNTS)} connections at most"
+    return quick_or_whole("connections", __doc__, most, _measure)
+
+
+def _measure(quick: bool) -> Results:
+    if quick:
+        return run(QUICK_COUNTS, QUICK_HANDSHAKES, quick=True)
+    return run(COUNTS, HANDSHAKES, quick=False)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -9,18 +9,15 @@ it once; the connectors take turns. It writes `results/engine_contact.json`. Ctr
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import signal
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from bench.figures import Cell, Results, Table, Target, publish, spread
-from bench.provenance import begin
+from bench.command import quick_or_whole
+from bench.figures import Cell, Results, Table, Target, spread
 from bench.serve_figures import median
 from bench.serve_load import NO_LOGPROBS, Ask, hand_over, make_cases, run_all, through
 from bench.serve_setups import CALM, KVFERRY, Setup, short, start_all
@@ -200,29 +197,15 @@ def results_of(found: Mapping[str, ContactFigures], *, quick: bool) -> Results:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.engine_contact",
-        description=(__doc__ or "").split("\n")[0],
+    return quick_or_whole(
+        "engine_contact",
+        __doc__,
+        "one pair of engines for each connector",
+        lambda quick: run(ROOT / "logs" / "engine_contact", quick=quick),
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="one pair of engines for each connector"
-    )
-    chosen = parser.parse_args(arguments)
-    started = begin()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        publish(
-            "engine_contact",
-            run(ROOT / "logs" / "engine_contact", quick=chosen.quick),
-            started,
-        )
-    except KeyboardInterrupt:
-        print("interrupted; all servers have ended", file=sys.stderr)
-        return 130
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

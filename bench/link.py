@@ -9,7 +9,6 @@ this one. It writes `results/link.json`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import multiprocessing
@@ -18,15 +17,14 @@ import queue
 import resource
 import socket
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from bench.figures import Cell, Results, Table, publish
-from bench.provenance import begin
+from bench.command import quick_or_whole
+from bench.figures import Cell, Results, Table
 from kvferry.link.client import SideChannelClient
 from kvferry.link.commands import (
     LeaseInbox,
@@ -293,20 +291,16 @@ def run(peers: Sequence[int], rounds: int, *, quick: bool) -> Results:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.link", description=(__doc__ or "").split("\n")[0]
+    rounds = {False: _ROUNDS, True: _QUICK_ROUNDS}
+    return quick_or_whole(
+        "link",
+        __doc__,
+        f"{_QUICK_ROUNDS} rounds of each",
+        lambda quick: run(PEERS, rounds[quick], quick=quick),
     )
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds of each"
-    )
-    chosen = parser.parse_args(arguments)
-    started = begin()
-    rounds = _QUICK_ROUNDS if chosen.quick else _ROUNDS
-    publish("link", run(PEERS, rounds, quick=chosen.quick), started)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -12,7 +12,6 @@ a load another.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
 import threading
@@ -22,9 +21,9 @@ from typing import Any
 
 import torch
 
-from bench.figures import Results, Table, Target, publish
+from bench.command import command, measure_and_publish
+from bench.figures import Results, Table, Target
 from bench.handover import EQUAL, HEADS, LAYERS, TOKEN_BYTES, Engines, scenario_of
-from bench.provenance import begin
 from bench.transfer_engines import Bench, two_processes
 from bench.transfer_loads import Loads, connected
 from bench.transfer_shapes import MIB
@@ -183,27 +182,27 @@ def results_of(found: list[Measured], device_name: str, *, quick: bool) -> Resul
     )
 
 
-def main() -> None:
+def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("mapped_beside", __doc__, "20 short steps in place of 200, 42 MB")
     parser.add_argument(
         "--device", default="cuda", choices=("cpu", "cuda"), help="where the caches are"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="20 short steps in place of 200, 42 MB"
-    )
     chosen = parser.parse_args()
-    started = begin()
+    return measure_and_publish(
+        f"mapped-beside-{chosen.device}",
+        lambda: _run(chosen.device, quick=chosen.quick),
+    )
+
+
+def _run(device: str, *, quick: bool) -> Results:
     logging.getLogger("kvferry").setLevel(logging.WARNING)
     tokens, steps, matrices = (TOKENS, 200, 16)
-    if chosen.quick:
+    if quick:
         tokens, steps, matrices = (QUICK_TOKENS, 20, 2)
-    found = run(chosen.device, tokens, steps, Decoder(chosen.device, matrices))
-    results = results_of(found, chosen.device, quick=chosen.quick)
-    publish(f"mapped-beside-{chosen.device}", results, started)
+    found = run(device, tokens, steps, Decoder(device, matrices))
+    return results_of(found, device, quick=quick)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -10,7 +10,6 @@ the neighbours. Everything measured here runs on one thread, so on an idle machi
 
 from __future__ import annotations
 
-import argparse
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -19,9 +18,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from bench.figures import Results, Table, Target, publish
+from bench.command import quick_or_whole
+from bench.figures import Results, Table, Target
 from bench.llama import BLOCK_TOKENS, llama
-from bench.provenance import begin
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_table
 from kvferry.plan.planner import plan_transfer
@@ -219,19 +218,16 @@ def results_of(found: Sequence[tuple[Case, Measured]], *, quick: bool) -> Result
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main() -> int:
+    """Measure, print, write."""
+    blocks = {False: 100_000, True: 1000}
+    return quick_or_whole(
+        "plan",
+        __doc__,
+        "1,000 blocks",
+        lambda quick: run(blocks[quick], repeats=7, quick=quick),
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="1,000 blocks; writes results/quick/plan.json",
-    )
-    quick = parser.parse_args().quick
-    started = begin()
-    publish("plan", run(1000 if quick else 100_000, repeats=7, quick=quick), started)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -8,18 +8,15 @@ Two real vLLM engines of SmolLM2-135M in float32. It writes `results/prefix.json
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
-import signal
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.figures import Cell, Results, Table, Target, publish, spread
-from bench.provenance import begin
+from bench.command import quick_or_whole
+from bench.figures import Cell, Results, Table, Target, spread
 from bench.serve_figures import median, percentile
 from bench.serve_load import NO_LOGPROBS, VOCABULARY
 from bench.serve_setups import start_all
@@ -225,23 +222,15 @@ def run(logs: Path, *, quick: bool) -> Results:
     return results_of(pair.asked, pair.wrong, quick=quick)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.prefix", description=(__doc__ or "").split("\n")[0]
+    return quick_or_whole(
+        "prefix",
+        __doc__,
+        "few prompts",
+        lambda quick: run(ROOT / "logs" / "prefix", quick=quick),
     )
-    parser.add_argument("--quick", action="store_true", help="few prompts")
-    chosen = parser.parse_args(arguments)
-    started = begin()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        results = run(ROOT / "logs" / "prefix", quick=chosen.quick)
-    except KeyboardInterrupt:
-        print("interrupted; both servers have ended", file=sys.stderr)
-        return 130
-    publish("prefix", results, started)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -10,13 +10,11 @@ back, again and again. It writes `results/prefix_step.json`.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
@@ -24,8 +22,8 @@ from typing import Any
 
 import zmq
 
-from bench.figures import Cell, Results, Table, Target, publish
-from bench.provenance import begin
+from bench.command import quick_or_whole
+from bench.figures import Cell, Results, Table, Target
 from bench.step_clock import Spread
 
 TOKENS = 32_768
@@ -302,21 +300,17 @@ def results_of(times: dict[str, Times], questions: int, *, quick: bool) -> Resul
     )
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.prefix_step", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="few questions")
-    chosen = parser.parse_args(arguments)
+    return quick_or_whole("prefix_step", __doc__, "few questions", _run)
+
+
+def _run(quick: bool) -> Results:
     logging.disable(logging.WARNING)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    started = begin()
-    questions = _QUICK_QUESTIONS if chosen.quick else QUESTIONS
-    times = measure(questions)
-    publish("prefix_step", results_of(times, questions, quick=chosen.quick), started)
-    return 0
+    questions = _QUICK_QUESTIONS if quick else QUESTIONS
+    return results_of(measure(questions), questions, quick=quick)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -13,7 +13,6 @@ apart where that is smaller.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +21,8 @@ from functools import partial
 
 import torch
 
-from bench.figures import Chart, Results, Series, Table, Target, publish
-from bench.provenance import begin
+from bench.command import command, measure_and_publish
+from bench.figures import Chart, Results, Series, Table, Target
 from bench.relayout_waves import (
     Memory,
     Setup,
@@ -279,30 +278,31 @@ def results_of(
     )
 
 
-def main() -> None:
-    """Measure, print, write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> int:
+    """Measure, print, write."""
+    parser = command("relayout", __doc__, "256 tokens of two layers")
     parser.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
         choices=("cpu", "cuda"),
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="writes results/quick/relayout-….json"
-    )
     chosen = parser.parse_args()
-    started = begin()
-    device = torch.device("cuda", 0) if chosen.device == "cuda" else torch.device("cpu")
+    device = {"cpu": torch.device("cpu"), "cuda": torch.device("cuda", 0)}[
+        chosen.device
+    ]
+    return measure_and_publish(
+        f"relayout-{device.type}", lambda: _run(device, quick=chosen.quick)
+    )
+
+
+def _run(device: torch.device, *, quick: bool) -> Results:
     if device.type == "cuda":
         tokens, layers, pools, repeats = [512, 2048, 8192, 32768], 80, [256, 2048], 20
     else:
-        torch.set_num_threads(
-            1
-        )  # as a worker's transfer thread, beside an engine that computes on all cores
+        # As a worker's transfer thread, beside an engine that computes on all cores.
+        torch.set_num_threads(1)
         tokens, layers, pools, repeats = [256, 1024], 4, [32], 5
-    if chosen.quick:
+    if quick:
         tokens, layers, pools, repeats = [256], 2, [32], 3
     found = []
     for setup in setups():
@@ -312,12 +312,8 @@ def main() -> None:
             for count in tokens
         ]
         print(setup.name, flush=True)
-    publish(
-        f"relayout-{device.type}",
-        results_of(found, device, quick=chosen.quick),
-        started,
-    )
+    return results_of(found, device, quick=quick)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

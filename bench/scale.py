@@ -10,15 +10,14 @@ scheduler renews leases of many.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from bench.agent_process import AgentProcess, usage
-from bench.figures import Chart, Results, Series, Table, publish
-from bench.provenance import begin
+from bench.command import quick_or_whole
+from bench.figures import Chart, Results, Series, Table
 from kvferry.link.client import SideChannelClient
 from kvferry.link.commands import RemoteLease, RenewLease
 from kvferry.link.counters import Counters
@@ -244,13 +243,12 @@ def results_of(
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer agents")
-    quick = parser.parse_args().quick
-    started = begin()
+def main() -> int:
+    """Measure, print, write."""
+    return quick_or_whole("scale", __doc__, "fewer agents", _run)
+
+
+def _run(quick: bool) -> Results:
     runs = [
         ("one host", count, 1)
         for count in ((1, 16) if quick else (1, 2, 4, 8, 16, 32, 64))
@@ -266,8 +264,8 @@ def main() -> None:
         for transports in _TRANSPORTS
     }
     renewals = renew(64 if quick else 256, 2.0 if quick else 6.0)
-    publish("scale", results_of(found, readers, renewals, quick=quick), started)
+    return results_of(found, readers, renewals, quick=quick)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

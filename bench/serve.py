@@ -11,17 +11,14 @@ fails loses its own figures, and the notes say why. Ctrl-C ends all servers.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import signal
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from bench import serve_report
-from bench.figures import Results, publish
-from bench.provenance import begin
+from bench.command import command, measure_and_publish
+from bench.figures import Results
 from bench.serve_figures import CROWD, SATURATING, SetupFigures
 from bench.serve_load import NO_LOGPROBS
 from bench.serve_measure import Amounts, Lane, measure
@@ -50,13 +47,10 @@ ENGINES = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.serve", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = command("serve", __doc__, "few prompts")
     names = [setup.name for setup in SETUPS]
-    parser.add_argument("--quick", action="store_true", help="few prompts")
     parser.add_argument(
         "--device", default="cpu", choices=("cpu", "cuda"), help="where the engines run"
     )
@@ -67,17 +61,11 @@ def main(arguments: Sequence[str]) -> int:
     if set(chosen.setups) - set(names) or (chosen.setups and not chosen.quick):
         parser.error(f"setups: with --quick, of {', '.join(names)}")
     compared = [setup for setup in SETUPS if setup.name in (chosen.setups or names)]
-    started = begin()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        results = run(
-            compared, ROOT / "logs" / "serve", quick=chosen.quick, device=chosen.device
-        )
-    except KeyboardInterrupt:
-        print("interrupted; all servers have ended", file=sys.stderr)
-        return 130
-    publish("serve" if chosen.device == "cpu" else "serve-cuda", results, started)
-    return 0
+    logs = ROOT / "logs" / "serve"
+    return measure_and_publish(
+        "serve" if chosen.device == "cpu" else "serve-cuda",
+        lambda: run(compared, logs, quick=chosen.quick, device=chosen.device),
+    )
 
 
 def run(
@@ -127,4 +115,4 @@ async def _measure(
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

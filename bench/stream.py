@@ -10,7 +10,6 @@ kvferry is real, NIXL too, but for what computes the blocks, and a read is repor
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import statistics
@@ -18,8 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bench.figures import Results, Table, Target, publish, spread
-from bench.provenance import begin
+from bench.command import quick_or_whole
+from bench.figures import Results, Table, Target, spread
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.settings import WorkerSettings
 from tests.harness.cache_engine import SETTINGS
@@ -192,21 +191,19 @@ def results_of(found: dict[str, dict[str, list[Loaded]]], *, quick: bool) -> Res
     )
 
 
-def main() -> None:
+def main() -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="three loads of each kind")
-    quick: bool = parser.parse_args().quick
-    started = begin()
+    return quick_or_whole("stream", __doc__, "three loads of each kind", _run)
+
+
+def _run(quick: bool) -> Results:
     logging.getLogger("kvferry").setLevel(logging.WARNING)
     found = {
         placing: measure(shape, settings, 3 if quick else 15)
         for placing, (shape, settings) in PLACINGS.items()
     }
-    publish("stream", results_of(found, quick=quick), started)
+    return results_of(found, quick=quick)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

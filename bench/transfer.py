@@ -13,7 +13,6 @@ many pieces within one process. With `--device cuda` the caches are in the memor
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
 import time
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.command import command, measure_and_publish
 from bench.figures import (
     Cell,
     Chart,
@@ -30,10 +30,8 @@ from bench.figures import (
     Series,
     Table,
     Target,
-    publish,
     shown_bytes,
 )
-from bench.provenance import begin
 from bench.transfer_engines import (
     Bench,
     Lease,
@@ -341,23 +339,20 @@ def targets(found: Sequence[Measured]) -> list[Target]:
     return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="three run lengths, three sizes"
-    )
+def main() -> int:
+    """Measure, print, write."""
+    parser = command("transfer", __doc__, "three run lengths, three sizes")
     parser.add_argument(
         "--device", default="cpu", choices=("cpu", "cuda"), help="where the caches are"
     )
-    arguments = parser.parse_args()
-    started = begin()
+    chosen = parser.parse_args()
     use_huge_pages()
     logging.getLogger("kvferry").setLevel(logging.WARNING)
-    name = "transfer" if arguments.device == "cpu" else f"transfer-{arguments.device}"
-    publish(name, run(quick=arguments.quick, device_name=arguments.device), started)
+    name = "transfer" if chosen.device == "cpu" else f"transfer-{chosen.device}"
+    return measure_and_publish(
+        name, lambda: run(quick=chosen.quick, device_name=chosen.device)
+    )
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
