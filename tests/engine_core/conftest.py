@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.scheduler.consumer.pull_estimate import PullEstimate
 from tests.needs_vllm import LEFT_OUT, import_quietly
 from tests.ports import free_port
 
@@ -27,6 +28,18 @@ def _process_groups() -> Iterator[None]:
     """vLLM's process groups, which nodes start, end with the module."""
     yield
     importlib.import_module("tests.harness.core.node").stop_parallel_state()
+
+
+@pytest.fixture
+def sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test is so slow, on any machine, that the engine would take a step by itself."""
+    monkeypatch.setattr("kvferry.connector.scheduler_side.steps.MAX_IDLE_S", 3600.0)
+
+
+@pytest.fixture
+def is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy model computes a prompt sooner than an answer comes: requests wait as a large model's do."""
+    monkeypatch.setattr(PullEstimate, "wait_s", lambda *_: 3600.0)
 
 
 @pytest.fixture

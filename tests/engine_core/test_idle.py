@@ -18,7 +18,7 @@ from tests.harness.integrity import snapshot_of
 from tests.promises import promise
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sleeps_long")]
 
 PROMPT = tokens(100)
 REMOTE_DECODE = {"do_remote_decode": True}
@@ -30,12 +30,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "two stages": {"pp": 2},
     "sliding window": {"window": 48},
 }
-
-
-@pytest.fixture(autouse=True)
-def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test is so slow, on any machine, that the engine would take a step by itself."""
-    monkeypatch.setattr("kvferry.connector.scheduler_side.steps.MAX_IDLE_S", 3600.0)
 
 
 def work(node: Node, most: int = 50) -> int:

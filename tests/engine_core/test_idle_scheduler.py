@@ -10,13 +10,9 @@ from tests.engine_core.test_producer import offered
 from tests.harness.core.scheduler import tokens
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("sleeps_long")
+
 REMOTE_DECODE = {"do_remote_decode": True}
-
-
-@pytest.fixture(autouse=True)
-def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test is so slow, on any machine, that the engine would take a step by itself."""
-    monkeypatch.setattr("kvferry.connector.scheduler_side.steps.MAX_IDLE_S", 3600.0)
 
 
 def test_the_connector_itself_asks_for_steps_until_a_hold_is_announced(

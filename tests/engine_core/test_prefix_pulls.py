@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.scheduler.consumer.pull_estimate import PullEstimate
+from kvferry.protocol.digests import CHUNK_TOKENS
 from kvferry.worker.loads.fence import LeaseFence
 from kvferry.worker.loads.reading import DataReads
 from tests.engine_core.prefixes import LONG, compute, side_of
@@ -18,18 +18,12 @@ from tests.harness.core.node import Node, until
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("is_patient")]
 
 PREFIX = tokens(1024, seed=3)
 PROMPT = [*PREFIX, *tokens(32, seed=4)]
 COUNT = 5
 ASKS = {"extra": {"allowed_hosts": ["127.0.0.1"], "prefix_pull_min_tokens": 1}}
-
-
-@pytest.fixture(autouse=True)
-def _is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The toy model computes a prompt sooner than an answer comes: requests wait as a large model's do."""
-    monkeypatch.setattr(PullEstimate, "wait_s", lambda *_: 3600.0)
 
 
 def source_of(answerer: Node) -> dict[str, Any]:
@@ -129,10 +123,11 @@ def test_only_what_is_beyond_the_local_hit_is_loaded(make: Any) -> None:
 def test_a_turn_is_read_from_the_decoder_that_has_it(make: Any) -> None:
     """Its prompt and its answer, which the decoder has generated."""
     answerer, asker = make("kv_both", **LONG), make("kv_both", **LONG, **ASKS)
-    first = tokens(700, seed=6)
-    answer = compute(answerer, "turn", first, 330)
+    first = tokens(2 * CHUNK_TOKENS - 6, seed=6)
+    answer = compute(answerer, "turn", first, 20)
     prompt = [*first, *answer, *tokens(40, seed=7)]
-    assert ask(asker, answerer, prompt) == len(prompt) - 1024
+    # The second chunk ends with six tokens of the answer.
+    assert ask(asker, answerer, prompt) == len(prompt) - 2 * CHUNK_TOKENS
     everything_is_over(answerer, asker)
 
 

@@ -21,7 +21,6 @@ from kvferry.protocol.slots import (
     SlotState,
     slot_word,
 )
-from kvferry.scheduler.consumer.pull_estimate import PullEstimate
 from tests.engine_core.prefixes import (
     LONG,
     Asker,
@@ -44,16 +43,10 @@ from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import recurrent_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("is_patient")]
 
 STATES = {**LONG, "states": 1}
 STATE_GROUP = 1
-
-
-@pytest.fixture(autouse=True)
-def _is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The toy model computes a prompt sooner than an answer comes: requests wait as a large model's do."""
-    monkeypatch.setattr(PullEstimate, "wait_s", lambda *_: 3600.0)
 
 
 def held(engine: Node, params: RemotePrefill) -> set[float]:

@@ -17,14 +17,10 @@ from tests.engine_core.offers import offer
 from tests.engine_core.test_quarantined_blocks import report
 from tests.harness.core.scheduler import SchedulerEngine, tokens
 
+pytestmark = pytest.mark.usefixtures("sleeps_long")
+
 REMOTE_DECODE = {"do_remote_decode": True}
 PROMPT = tokens(40)
-
-
-@pytest.fixture(autouse=True)
-def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test is so slow that the engine would take a step by itself."""
-    monkeypatch.setattr("kvferry.connector.scheduler_side.steps.MAX_IDLE_S", 3600.0)
 
 
 def steps_of(engine: SchedulerEngine) -> Steps:

@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.link import limits
-from kvferry.link.limits import Backoff
 from kvferry.worker.fabric.errors import (
     DescriptorOutOfRange,
     FabricUnavailable,
@@ -40,6 +38,8 @@ OWN_ERRORS: dict[str, Callable[[], Exception]] = {
     "take_notifications": lambda: FabricUnavailable("test", "the test wanted it"),
 }
 """Errors that only these methods raise by their contract."""
+pytestmark = pytest.mark.usefixtures("short_backoff")
+
 METHODS = (
     *(
         "add_peer",
@@ -57,11 +57,6 @@ MOST_POLLS = {"poll": 8, "take_notifications": 3, "open_handles": 2}
 LEASE_S = 0.3
 """A producer that cannot be notified gets its blocks back all the same."""
 SIDES = ("producer", "consumer")
-
-
-@pytest.fixture(autouse=True)
-def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "AVOID", Backoff(0.005, 0.01))
 
 
 def tell(

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvferry.link import limits
-from kvferry.link.limits import Backoff
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.fabric.nixl import NixlFabric
@@ -29,6 +27,8 @@ from tests.harness.ledgers import check_ledgers
 from tests.promises import promise
 from tests.rig.engine import SETTINGS, RigEngine
 from tests.waiting import step_until
+
+pytestmark = pytest.mark.usefixtures("short_backoff")
 
 LEASE_S = 1.5
 SLACK_S = 10.0
@@ -166,11 +166,6 @@ def ranks(kind: str, producer_tp: int, consumer_tp: int) -> Iterator[Ranks]:
             stack.callback(engines[-1].close)
             stack.callback(engines[-1].wait_until_idle)
         yield Ranks(made, engines[0], engines[1], make_fabric)
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "AVOID", Backoff(0.005, 0.01))
 
 
 def _unheard_of() -> Exception:
