@@ -118,11 +118,12 @@ def test_a_running_request_is_a_source_as_far_as_it_is_scheduled(make: Any) -> N
 
 def test_the_answer_of_a_decode_is_found_with_its_prompt(make: Any) -> None:
     node = make("kv_both", **LONG)
-    prompt = tokens(500, seed=5)
-    answer = compute(node, "own", prompt, 300)
+    # The second chunk ends with six tokens of the answer.
+    prompt = tokens(2 * CHUNK_TOKENS - 6, seed=5)
+    answer = compute(node, "own", prompt, 20)
     with asking(node) as asker:
         params = asker.ticket(query_of([*prompt, *answer, *tokens(9)]))
-    assert params.remote_num_tokens == 768
+    assert params.remote_num_tokens == 2 * CHUNK_TOKENS
 
 
 def test_a_shorter_prompt_is_given_what_it_has_alone(make: Any) -> None:
@@ -386,7 +387,7 @@ def test_prefixes_have_their_share_of_the_slots(make: Any) -> None:
 def test_no_prefix_is_held_while_few_blocks_are_free(make: Any) -> None:
     node = make("kv_both", **{**LONG, "num_blocks": 160})
     compute(node, "own", PROMPT[:300])
-    node.engine.add("large", tokens(1900, seed=9), max_tokens=140)
+    node.engine.add("large", tokens(1990, seed=9), max_tokens=50)
     # With the 16 blocks of the prefix fewer than an eighth were left; its share of the cache would do.
     node.until(lambda: node.engine.free_blocks < 36)
     with asking(node) as asker:
