@@ -32,6 +32,7 @@ from kvferry.protocol.handshake import (
 )
 from kvferry.protocol.queries import PromptQuery, Subscribe, Unsubscribe
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
+from tests.draws import draws
 from tests.fuzz.test_targets import hostile_bytes
 from tests.link.channel import HOST, ask, client, listening
 from tests.ports import free_port
@@ -93,7 +94,7 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
             return sum(counters.total(name) for name in _COUNTED) + len(kept)
 
         @settings(
-            max_examples=120,
+            max_examples=draws(120),
             suppress_health_check=[HealthCheck.function_scoped_fixture],
         )
         @given(st.lists(MESSAGE, min_size=1, max_size=5))

@@ -18,6 +18,7 @@ from kvferry.protocol.queries import PromptProgress
 from kvferry.scheduler.consumer import prefix_searches as module
 from kvferry.scheduler.consumer.prefix_searches import PrefixSearches
 from kvferry.scheduler.requests import PrefixSearch, RequestTable
+from tests.draws import draws
 from tests.protocol.samples import make_ticket, params_of_length
 
 PRODUCERS = [("p0", 1), ("p0", 2), ("p1", 1)]
@@ -334,5 +335,5 @@ class Histories(RuleBasedStateMachine):
         assert sorted(stops) == list(range(self.count))
 
 
-Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+Histories.TestCase.settings = settings(max_examples=draws(150), stateful_step_count=40)
 TestHistories = Histories.TestCase

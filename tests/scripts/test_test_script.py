@@ -79,8 +79,14 @@ class Tree:
         path.write_text(f"#!/bin/sh\n{does}\n")
         path.chmod(0o755)
 
-    def run(self) -> tuple[int, list[str]]:
-        """Exit status, and the lines of the summary."""
+    def run(self, workers: int = 1) -> tuple[int, list[str]]:
+        """Exit status, and the lines of the summary. A worker takes seconds to start: no more than needed."""
+        script = self.folder / "scripts" / "test.sh"
+        text, found = re.subn(
+            r"\btests -n 3\b", f"tests -n {workers}", script.read_text()
+        )
+        assert found == 1
+        script.write_text(text)
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -106,7 +112,7 @@ def test_one_that_fails_beside_others_and_passes_alone_is_named_and_fails_nothin
 ) -> None:
     engines = dict.fromkeys(("vllm/test_one", "vllm/test_two"), TELLS_ITS_WORKER)
     tree = Tree(tmp_path, {"test_odd": FAILS_AT_FIRST, "test_good": PASSES, **engines})
-    status, (unsteady, checks, _, totals) = tree.run()
+    status, (unsteady, checks, _, totals) = tree.run(workers=2)
     assert status == 0
     assert (
         unsteady
@@ -149,15 +155,16 @@ def test_one_that_draws_fails_the_run_although_it_passes_alone(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("more", "named"),
+    ("more", "named", "workers"),
     [
         (
             {f"test_odd{number}": FAILS_AT_FIRST for number in range(4)},
             "tests/test_odd3.py::test_unsteady",
+            1,
         ),
-        ({"test_broken": IS_NOT_COLLECTED}, "tests/test_broken.py"),
-        ({"test_varies": VARIES}, "gw"),
-        ({"test_hangs": HANGS_WITH_THE_LOCK}, "tests/test_hangs.py::test_hangs"),
+        ({"test_broken": IS_NOT_COLLECTED}, "tests/test_broken.py", 1),
+        ({"test_varies": VARIES}, "gw", 2),
+        ({"test_hangs": HANGS_WITH_THE_LOCK}, "tests/test_hangs.py::test_hangs", 1),
     ],
     ids=[
         "more than three",
@@ -167,14 +174,14 @@ def test_one_that_draws_fails_the_run_although_it_passes_alone(tmp_path: Path) -
     ],
 )
 def test_there_is_no_second_run_where_it_would_hide_something(
-    more: dict[str, str], named: str, tmp_path: Path
+    more: dict[str, str], named: str, workers: int, tmp_path: Path
 ) -> None:
     tree = Tree(tmp_path, {"test_good": PASSES, **more})
     script = tmp_path / "scripts" / "test.sh"
     script.write_text(
         re.sub(r"(?<=faulthandler_timeout=)600\b", "5", script.read_text())
     )
-    status, summary = tree.run()
+    status, summary = tree.run(workers)
     assert status == 1
     assert any(line.startswith(f"FAILED {named}") for line in summary)
     assert not any(line.startswith("UNSTEADY") for line in summary)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.draws import draws
 from tests.worker.context_parallel.model import PADDING, Batch, batches
 from tests.worker.context_parallel.ranks import RankPool, rank_pool
 from tests.worker.context_parallel.steps import Rows, StepResult, refusals, run_steps
@@ -113,7 +114,7 @@ def _check_step(
 def test_what_ranks_computed_comes_back_in_order_whatever_the_step(
     gloo: RankPool, ranks: int
 ) -> None:
-    @settings(max_examples=40)
+    @settings(max_examples=draws(40))
     @given(steps_of(ranks), ROWS, st.integers(0, 2**32 - 1))
     def hold(steps: list[Batch], rows: Rows, seed: int) -> None:
         check(gloo, steps, rows, seed)
