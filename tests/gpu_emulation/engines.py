@@ -17,6 +17,9 @@ from tests.vllm.small_models import FIRST_TOKEN, VOCABULARY, small_model
 NOISE = 1e-3
 """Log-probabilities in float32 differ by less when the same is computed in another order."""
 
+MAPPED: Mapping[str, Any] = {"mapped_reads": "cuda_ipc"}
+"""Of the connector: a consumer reads the cache where it lies."""
+
 _ENGINE_ARGS: Mapping[str, Any] = {
     "max_model_len": 256,
     # The interpreter takes seconds for what a GPU does in microseconds: small steps, few tokens.
@@ -138,6 +141,13 @@ class Trio:
             )
             worst = max(worst, difference(answer, rest))
         return worst
+
+
+def is_mapped(consumer: ForkedEngine) -> bool:
+    """Whether this engine has mapped the cache of the producer that it is connected to, by its log."""
+    log = consumer.log_path.read_text()
+    line = [line for line in log.splitlines() if " connected in " in line][-1]
+    return " mapped, " in line and "not mapped" not in line
 
 
 def graph_replays(engine: ForkedEngine) -> int:

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_emulation.engines import NOISE, Settings, Trio, difference, prompt_of
+from tests.gpu_emulation.engines import (
+    MAPPED,
+    NOISE,
+    Settings,
+    Trio,
+    difference,
+    is_mapped,
+    prompt_of,
+)
 from tests.vllm.forked_engine import hand_over
 
 MODEL = "small-llama-4"
@@ -18,15 +26,22 @@ PROMPT = prompt_of(40)
 TOKENS = 3
 
 
-@pytest.fixture
+@pytest.fixture(params=["read", "mapped"])
 def trio(logs: Path, request: pytest.FixtureRequest) -> Any:
-    """A pair of unequal blocks, which needs the relayout. It hands over well before the fault."""
+    """A pair of unequal blocks, which needs the relayout: of what NIXL has read, or of the memory that is mapped over
+    CUDA IPC. It hands over well before the fault."""
+    extra = MAPPED if request.param == "mapped" else {}
     with ExitStack() as running:
-        name = request.node.name.replace("_", "-")
         trio = Trio.start(
-            running, logs, name, MODEL, Settings(), Settings(block_size=64)
+            running,
+            logs,
+            f"fault-{request.param}",
+            MODEL,
+            Settings(extra_config=extra),
+            Settings(block_size=64, extra_config=extra),
         )
         assert trio.worst_difference((len(PROMPT),), TOKENS) < NOISE
+        assert is_mapped(trio.consumer) == bool(extra)
         yield trio
 
 

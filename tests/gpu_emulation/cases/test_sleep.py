@@ -6,10 +6,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.gpu_emulation.engines import NOISE, Settings, Trio, prompt_of
+from tests.gpu_emulation.engines import (
+    MAPPED,
+    NOISE,
+    Settings,
+    Trio,
+    is_mapped,
+    prompt_of,
+)
 from tests.vllm.forked_engine import ForkedEngine
 
-SLEEPING = Settings(engine_args={"enable_sleep_mode": True})
+SLEEPING = Settings(engine_args={"enable_sleep_mode": True}, extra_config=MAPPED)
 FREED = "CuMemAllocator: sleep freed"
 
 
@@ -21,6 +28,9 @@ def test_prompts_are_handed_over_after_every_sleep(
             running, logs, "sleep", "small-llama-4", SLEEPING, alone=Settings()
         )
         worst = trio.worst_difference((17,))
+        # The driver has no handles for pages that can go: NIXL reads, although mapped reads are asked for.
+        assert not is_mapped(trio.consumer)
+        assert "sleep mode's allocator" in trio.consumer.log_path.read_text()
         for sleeper in (trio.producer, trio.consumer, trio.producer):
             # A lease that is held, and a ticket of before.
             stale = trio.producer.prefill(prompt_of(23))
