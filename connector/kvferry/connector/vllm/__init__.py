@@ -15,6 +15,7 @@ Nothing else in this package imports `vllm.v1` at run time or reads a private at
 | `scheduler.py` | the number of blocks that a request lacks | leases are not evicted |
 | `core.py` | the engine's loop (`EngineLoop`) | an idle engine is not woken, and no pause is seen |
 | `core.py` | the weights' version, calls that change them | updated ones are taken for those of the start |
+| `core.py` | resets of the prefix cache that preempt requests (`CacheResets`) | they fail while blocks are leased |
 | `sleep.py` | the backend of sleep mode, with sleep mode or its allocator | the start ends |
 | `sleep.py` | the executor's sleep and wake-up, with the same | the start ends |
 | `model_config.py` | a model's configuration as vLLM reads it | the one in memory is compared |

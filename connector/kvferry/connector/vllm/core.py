@@ -1,4 +1,5 @@
-"""vLLM's engine core in this process: its loop (paused, ending, waking, waiting on its thread) and weights' version."""
+"""vLLM's engine core in this process: its loop (paused, ending, waking, waiting on its thread), resets of its prefix
+cache, and the version of its weights. All three find it by `find_core`."""
 
 from __future__ import annotations
 
