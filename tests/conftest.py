@@ -3,6 +3,7 @@ test leaves a thread of kvferry behind."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,10 @@ from hypothesis import HealthCheck, settings
 from tests import seeds
 from tests.draws import draws
 from tests.waiting import deadline_s
+
+# Before anything imports torch. Its threads wait for each other at the end of every operation, and on a machine with
+# more workers than cores one of them is not running: a test of engine_core took 23 s, and with one thread 3.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _ENDING_S = 30.0
 """Deadline of a thread after it was asked to end."""
