@@ -47,6 +47,7 @@ from kvferry.protocol.queries import (
     Unsubscribe,
     encode_params,
 )
+from kvferry.scheduler.producer.pauses import ListenerPauses
 from kvferry.scheduler.requests import Claimant, ProducerLease
 
 MAX_CHUNKS = 1 << 15
@@ -66,10 +67,6 @@ _LENGTHS_TRIED = 4
 """A hit that ends where no digest is known is looked for again, shorter, so many times in all: each look-up takes time
 for all of the prompt, and renewals wait for it."""
 _FORGOTTEN_AT_ONCE = 256
-
-# As in `prompt_directory.py`: a thread that does not wait gives the interpreter's lock away after 5 ms only.
-_HELD_S = 100e-6
-_RELEASED_S = 50e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +202,7 @@ class PrefixDirectory:
         self._indexed_generation = 0
         # The one repeated longest ago is first.
         self._open: dict[Claimant, QueriedPrefix] = {}
-        self._released_s = 0.0
+        self._pauses = ListenerPauses()
 
     # For the engine's thread. None of it waits, and each takes the same time whatever others query.
 
@@ -271,13 +268,13 @@ class PrefixDirectory:
 
     def find(self, peer: bytes, request: FindPrefixes) -> Answers:
         """Answer queries, and remember those that have found something until they are settled."""
-        self._released_s = time.perf_counter()
+        self._pauses.begin()
         self._list_reported()
         answers: list[Answer] = []
         for query in request.queries:
             claimant = (request.client_id, query.number)
             answers.append(self._find(claimant, peer, query))
-            self._pause()
+            self._pauses.pause()
         return Answers(answers=tuple(answers))
 
     def unsubscribe(self, request: Unsubscribe) -> None:
@@ -287,7 +284,7 @@ class PrefixDirectory:
 
     def changes(self) -> list[tuple[bytes, Answers]]:
         """New answers to remembered queries since the last call, by connection."""
-        self._released_s = time.perf_counter()
+        self._pauses.begin()
         self._list_reported()
         self._forget_old()
         answers_by_peer: dict[bytes, list[Answer]] = {}
@@ -299,7 +296,7 @@ class PrefixDirectory:
             if queried.lease is not None or queried.refusal is not None:
                 answers = answers_by_peer.setdefault(queried.peer, [])
                 answers.append(self._answer(queried))
-            self._pause()
+            self._pauses.pause()
         return [
             (peer, Answers(answers=tuple(answers)))
             for peer, answers in answers_by_peer.items()
@@ -329,7 +326,7 @@ class PrefixDirectory:
                     sequence,
                     self._cache.hash_tokens,
                     self._cache.hit_tokens,
-                    self._pause,
+                    self._pauses.pause,
                 )
             except ValueError:
                 # A token id that no digest covers. The request runs, and is found by nobody.
@@ -375,7 +372,7 @@ class PrefixDirectory:
         for _ in range(_LENGTHS_TRIED):
             if longest < min_tokens:
                 break
-            found = self._cache.find(proven.hashes, longest, self._pause)
+            found = self._cache.find(proven.hashes, longest, self._pauses.pause)
             if found is None or found.num_tokens < min_tokens:
                 return None
             digests = proven.digests(found.num_tokens)
@@ -441,12 +438,6 @@ class PrefixDirectory:
             old.append(claimant)
         for claimant in old:
             self._forget(claimant)
-
-    def _pause(self) -> None:
-        """Give the interpreter's lock away if it was held for `_HELD_S`."""
-        if time.perf_counter() >= self._released_s + _HELD_S:
-            time.sleep(_RELEASED_S)
-            self._released_s = time.perf_counter()
 
 
 def _take_all(waiting: queue.SimpleQueue[QueriedPrefix]) -> list[QueriedPrefix]:

@@ -31,6 +31,7 @@ from kvferry.protocol.queries import (
     Subscribe,
     Unsubscribe,
 )
+from kvferry.scheduler.producer.pauses import ListenerPauses
 from kvferry.scheduler.requests import (
     Claimant,
     ListedPrompt,
@@ -51,10 +52,6 @@ KEPT_S = 30.0
 """How long a prompt that is over is remembered, for consumers that come late."""
 
 _FORGOTTEN_AT_ONCE = 256
-# A thread that does not wait for anything gives the interpreter's lock away after 5 ms only, for which the engine's
-# thread would wait. So the listener's thread sleeps for a moment after every 100 µs of work.
-_HELD_S = 100e-6
-_RELEASED_S = 50e-6
 
 
 @dataclass(slots=True)
@@ -118,13 +115,13 @@ class PromptDirectory:
         # Of the listener's thread:
         # The first that arrived is first.
         self._by_request: dict[str, ListedPrompt] = {}
-        self._index = PromptIndex(self._pause)
+        self._pauses = ListenerPauses()
+        self._index = PromptIndex(self._pauses.pause)
         # By request; the first that was over is first.
         self._ended_s: dict[str, float] = {}
         # The one repeated longest ago is first.
         self._subscriptions: dict[Claimant, _Subscription] = {}
         self._changed: dict[Claimant, None] = {}
-        self._released_s = 0.0
 
     # For the engine's thread. None of it waits, and each takes the same time whatever others query.
 
@@ -198,7 +195,7 @@ class PromptDirectory:
 
     def subscribe(self, peer: bytes, request: Subscribe) -> Answers:
         """Answer queries, and remember them until they are settled."""
-        self._released_s = time.perf_counter()
+        self._pauses.begin()
         now_s = self._clock()
         for query in request.queries:
             claimant = (request.client_id, query.number)
@@ -228,7 +225,7 @@ class PromptDirectory:
 
     def changes(self) -> list[tuple[bytes, Answers]]:
         """New answers to remembered queries since the last call, by connection."""
-        self._released_s = time.perf_counter()
+        self._pauses.begin()
         self._take_news()
         changed = self._changed
         self._changed = {}
@@ -294,7 +291,7 @@ class PromptDirectory:
             # A client that sends the query again is answered again.
             if answer.progress is PromptProgress.OVER:
                 self._end_subscription(claimant)
-        self._pause()
+        self._pauses.pause()
         return answer
 
     def _answer(self, claimant: Claimant, query: PromptQuery) -> Answer:
@@ -308,12 +305,6 @@ class PromptDirectory:
         return Answer(
             number=query.number, progress=PromptProgress.UNKNOWN, reason=reason
         )
-
-    def _pause(self) -> None:
-        """Give the interpreter's lock away if it was held for `_HELD_S`."""
-        if time.perf_counter() >= self._released_s + _HELD_S:
-            time.sleep(_RELEASED_S)
-            self._released_s = time.perf_counter()
 
     def _forget_old(self) -> None:
         # Both tables are in the order of their times, so the old ones are first.
