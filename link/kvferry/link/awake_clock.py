@@ -1,17 +1,25 @@
-"""Seconds that this process was awake: the clock of every deadline that a pause of this process must not use up.
+"""Time in the life of a lease: the interval of its renewals, and a clock that counts only while this process is awake.
 
-A machine stands still for seconds at times, and an operator may stop a process for a minute. By a monotonic clock every
-lease would have expired meanwhile, although its renewals were only not received yet.
+The clock is that of every deadline that a pause of this process must not use up. A machine stands still for seconds at
+times, and an operator may stop a process for a minute. By a monotonic clock every lease would have expired meanwhile,
+although its renewals were only not received yet.
 """
 
 from __future__ import annotations
 
 import threading
 
+from kvferry.link import limits
+
 _LONGEST_PERIOD_S = 0.5
 
 LONGEST_TURN_S = 0.25
 """What a pause of a worker counts for in the deadlines of its reads."""
+
+
+def heartbeat_s(lease_s: float) -> float:
+    """The interval of renewals of a lease that lives for `lease_s` without them. Both ends of it must mean the same."""
+    return lease_s / limits.HEARTBEATS_PER_LEASE
 
 
 class AwakeClock:

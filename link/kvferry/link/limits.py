@@ -266,11 +266,6 @@ PLANS_AT_ONCE = 4
 and any peer can describe an engine that takes seconds."""
 
 
-def heartbeat_s(lease_s: float) -> float:
-    """The interval of renewals of a lease that lives for `lease_s` without them. Both ends of it must mean the same."""
-    return lease_s / HEARTBEATS_PER_LEASE
-
-
 def has_share(count: int, taken: int, most: int) -> bool:
     """Whether a host with `count` of the `taken` places may have one more of `most`: if it has fewer than are free.
 

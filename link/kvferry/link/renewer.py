@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.link import limits
+from kvferry.link.awake_clock import heartbeat_s
 from kvferry.link.commands import (
     ForgetLease,
     LeaseCommand,
@@ -79,7 +80,7 @@ class _RenewedLeases:
 
 
 def _interval_s(lease: RemoteLease) -> float:
-    return limits.heartbeat_s(max(lease.lease_s, limits.SHORTEST_LEASE_S))
+    return heartbeat_s(max(lease.lease_s, limits.SHORTEST_LEASE_S))
 
 
 def _needed_s(command: LeaseCommand, submitted_s: float) -> float:
@@ -145,7 +146,9 @@ class LeaseRenewer:
         if not submitted:
             return
         self._submitted.put((submitted_s, submitted))
-        needed_s = min(_needed_s(command, submitted_s) for command in submitted)
+        needed_s = math.inf
+        for command in submitted:
+            needed_s = min(needed_s, _needed_s(command, submitted_s))
         # Read after the put, without a lock. A turn clears `_is_woken` before it takes from the queue, and looks at the
         # queue again after it has set `_sleeps_until_s`: so no urgent command is left behind.
         sleeps_too_long = self._sleeps_until_s > needed_s

@@ -11,9 +11,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.link.awake_clock import AwakeClock
+from kvferry.link.awake_clock import AwakeClock, heartbeat_s
 from kvferry.link.counters import Counters
-from kvferry.link.limits import heartbeat_s
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import Epoch, epoch_to_text, new_epoch
