@@ -193,7 +193,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
         ticket["held_from"] = list(self.kvferry.held_from)
 
         plain = msgspec.structs.asdict(self)
-        plain["remote_block_ids"] = [list(group) for group in self.remote_block_ids]
+        plain["remote_block_ids"] = list(map(list, self.remote_block_ids))
         plain["kvferry"] = ticket
         # The mac covers none of these three: a decoder that reads them differently reads no other bytes.
         plain["do_remote_prefill"] = not is_turn
@@ -515,7 +515,7 @@ def _read_fields(raw: Mapping[str, Any], ticket: Mapping[str, Any]) -> RemotePre
     # A turn's offer arrives with the flags of the other leg.
     plain["do_remote_prefill"] = True
     plain["do_remote_decode"] = False
-    plain["remote_block_ids"] = [_integrals(group) for group in raw["remote_block_ids"]]
+    plain["remote_block_ids"] = list(map(_integrals, raw["remote_block_ids"]))
     plain["kvferry"] = plain_ticket
 
     params = as_type(plain, RemotePrefill, InvalidParams)
@@ -530,15 +530,11 @@ def _unknown_version(version: object) -> InvalidParams:
 def _check_num_digests(params: RemotePrefill) -> None:
     """Refuse a chain that ends before the tokens do: the rest of the blocks would be loaded unchecked."""
     num_digests = len(params.kvferry.digests)
-    expected = _num_digests(params)
+    expected = -(-params.remote_num_tokens // CHUNK_TOKENS)
     if num_digests != expected:
         raise InvalidParams(
             "kvferry.digests", f"{num_digests} digests", f"{expected} of them"
         )
-
-
-def _num_digests(params: RemotePrefill) -> int:
-    return -(-params.remote_num_tokens // CHUNK_TOKENS)
 
 
 def _flag(raw: Mapping[str, Any], key: str) -> bool:
@@ -552,11 +548,13 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
 
 def _plain_fields(raw: Mapping[str, Any], fields: frozenset[str]) -> dict[str, Any]:
     """The values of these fields, as far as they are there, whole numbers as integers."""
-    found = {key: raw[key] for key in fields.intersection(raw)}
-    # Few values are numbers, and fewer are floats: a call for each value took a fifth of the reading.
-    floats = [key for key, value in found.items() if isinstance(value, float)]
-    for key in floats:
-        found[key] = _integral(found[key])
+    found: dict[str, Any] = {}
+    for key in fields.intersection(raw):
+        value = raw[key]
+        # Few values are numbers, and fewer are floats: a call for each value took a fifth of the reading.
+        if isinstance(value, float):
+            value = _integral(value)
+        found[key] = value
     return found
 
 
@@ -565,6 +563,8 @@ def _integrals(values: Sequence[Any]) -> Sequence[Any]:
     # Block ids are the bulk of the params, and few routers change them. So the types are checked first, in C, and a
     # list of plain integers is returned as it is.
     kinds = set(map(type, values))
+    if kinds == {int}:
+        return values
     if kinds == {float} and all(map(float.is_integer, values)):
         largest = max(map(abs, values))
         if largest <= _LARGEST_FLOAT_INTEGER:
@@ -572,7 +572,7 @@ def _integrals(values: Sequence[Any]) -> Sequence[Any]:
     has_floats = any(issubclass(kind, float) for kind in kinds)
     if not has_floats:
         return values
-    return [_integral(value) for value in values]
+    return list(map(_integral, values))
 
 
 def _integral(value: Any) -> Any:

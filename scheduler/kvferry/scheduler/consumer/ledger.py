@@ -161,6 +161,8 @@ class ConsumerLedger:
             return "lease_over"
         if shared_tokens <= 0:
             return "other_prompt"
+        if kind is PromptKind.TURN:
+            min_tokens = self.recompute_threshold
         record = self._requests.enter(request_id)
         record.prompt = RemotePrompt(
             request_id=request_id,
@@ -169,7 +171,7 @@ class ConsumerLedger:
             shared_tokens=shared_tokens,
             offered_s=now_s,
             kind=kind,
-            min_tokens=self._least_tokens(kind, min_tokens),
+            min_tokens=min_tokens,
         )
         self._claims.add(lease.key)
         # From the request's arrival on: it may wait for its turn for longer than the lease lives.
@@ -236,7 +238,7 @@ class ConsumerLedger:
             LoadOrder(
                 request_id=request_id,
                 source=prompt.source,
-                local_blocks=tuple(tuple(group) for group in local_blocks),
+                local_blocks=tuple(map(tuple, local_blocks)),
                 first_token=prompt.local_tokens,
                 stop_token=stop_token,
             )
@@ -380,11 +382,6 @@ class ConsumerLedger:
             self._recompute(prompt, "below_threshold")
         else:
             self._recompute(prompt, "not_wanted")
-
-    def _least_tokens(self, kind: PromptKind, min_tokens: int) -> int:
-        if kind is PromptKind.TURN:
-            return self.recompute_threshold
-        return min_tokens
 
     def _recompute(self, prompt: RemotePrompt, reason: str) -> None:
         # Nobody has promised a prefix, so it is no fault of a handover that there is none.
