@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from kvferry.protocol.digests import CHUNK_TOKENS
 from kvferry.worker.loads.fence import LeaseFence
 from kvferry.worker.loads.reading import DataReads
+from tests.connector.test_adapters import adapter
+from tests.connector.test_adapters import request as lora
 from tests.engine_core.prefixes import LONG, compute, side_of
 from tests.engine_core.test_load_metrics import samples
 from tests.harness.core import configs, node
@@ -43,11 +46,16 @@ def ask(
     prompt: list[int] = PROMPT,
     name: str = "asked",
     params: dict[str, Any] | None = None,
+    **request: Any,
 ) -> int:
     """Answer a prompt whose beginning another engine may have. Returns the prompt's tokens that were computed."""
     computed = 0
     asker.engine.add(
-        name, prompt, {**source_of(answerer), **(params or {})}, max_tokens=COUNT
+        name,
+        prompt,
+        {**source_of(answerer), **(params or {})},
+        max_tokens=COUNT,
+        **request,
     )
     while asker.engine.answers[name].finish_reason is None:
         computed += asker.step().computed.get(name, 0)
@@ -136,6 +144,22 @@ def test_who_has_nothing_costs_no_lease(make: Any) -> None:
     compute(answerer, "before", tokens(1024, seed=9), 2)
     assert ask(asker, answerer) == len(PROMPT)
     assert answerer.engine.counted("prefixes_opened") == 0
+    everything_is_over(answerer, asker)
+
+
+def test_a_prefix_is_read_only_of_the_same_adapter(make: Any, tmp_path: Path) -> None:
+    answerer, asker = make("kv_both", **LONG), make("kv_both", **LONG, **ASKS)
+    one = lora(adapter(tmp_path / "one"))
+    other = lora(adapter(tmp_path / "other", fill=2), "other", number=2)
+    compute(answerer, "plain", PREFIX, 2)
+    compute(answerer, "other", PREFIX, 2, lora_request=other)
+    assert ask(asker, answerer, name="first", lora_request=one) == len(PROMPT)
+    assert answerer.engine.counted("prefixes_opened") == 0
+    asker.until(lambda: asker.engine.is_whole)
+    assert asker.engine.scheduler.reset_prefix_cache()
+    compute(answerer, "one", PREFIX, 2, lora_request=one)
+    computed = ask(asker, answerer, name="second", lora_request=one)
+    assert computed == len(PROMPT) - 1024
     everything_is_over(answerer, asker)
 
 
