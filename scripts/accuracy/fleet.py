@@ -18,7 +18,7 @@ class Fleet:
     """The engines of one model.
 
     Attributes:
-        baseline: a single engine with the first decoder's settings and devices; it is gone before that one starts.
+        baseline: a single engine with the first decoder's settings and devices; it is gone before that one is asked.
         poisoner: the first prefill engine, with a connector that overwrites its cache.
     """
 

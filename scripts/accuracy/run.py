@@ -47,6 +47,7 @@ class Run:
         self._stack = stack
         self._say = Progress().say
         self._servers: list[Server] = []
+        self._ahead: dict[str, Engine] = {}
         self._questions = scores.questions()
         self._sums = scores.cases(self._questions)
         self._model = prepare(name, settings.cache_dir, self._say)
@@ -59,7 +60,8 @@ class Run:
             len(spec.devices) for spec in (*self._fleet.prefill, *self._fleet.decode)
         )
         cores = len(os.sched_getaffinity(0))
-        if settings.device == "cpu" and workers > cores:
+        self._cores_suffice = settings.device == "cpu" and workers <= cores
+        if settings.device == "cpu" and not self._cores_suffice:
             self._say(
                 f"{workers} workers share {cores} cores: tensor parallel engines spin while they wait: slow"
             )
@@ -86,6 +88,7 @@ class Run:
         baseline, *prefill = self._start_all(
             [self._fleet.baseline, *self._fleet.prefill]
         )
+        self._start_ahead(self._fleet.decode)
         timeout_s = self._settings.request_timeout_s
         always = {"likeliest": checks.LIKELIEST}
         async with Client(
@@ -102,6 +105,8 @@ class Run:
             expected = await self._baseline(client, baseline, cases)
             self._stop(baseline)
             decode = self._start_all(self._fleet.decode)
+            if not self._why_not_poisoned():
+                self._start_ahead([self._fleet.poisoner])
             urls = (
                 [engine.base_url for engine in prefill],
                 [engine.base_url for engine in decode],
@@ -235,16 +240,10 @@ class Run:
         cases: CaseSet,
         expected: Expected,
     ) -> None:
-        if not self._settings.ferry:
-            self.report.checks.append(Check(checks.POISON, None, "for kvferry only"))
-            return
-        if has_states(config_of(self._model)):
-            why = "a model with states offers a prompt after the step that this check overwrites"
+        if why := self._why_not_poisoned():
             self.report.checks.append(Check(checks.POISON, None, why))
             return
-        self._say(
-            "restart the prefill engine with a connector that overwrites its cache"
-        )
+        self._say("a prefill engine with a connector that overwrites its cache")
         for engine in prefill:
             self._stop(engine)
         (poisoner,) = self._start_all([self._fleet.poisoner])
@@ -261,6 +260,13 @@ class Run:
                 cases.poisoned, expected, answers, moved, self._settings.dtype
             )
         )
+
+    def _why_not_poisoned(self) -> str:
+        if not self._settings.ferry:
+            return "for kvferry only"
+        if has_states(config_of(self._model)):
+            return "a model with states offers a prompt after the step that this check overwrites"
+        return ""
 
     def _formula(self, blocks: tuple[int, int], staged: bool) -> Formula | None:
         """For the bytes that move; none where the cache has another dtype than the model.
@@ -299,7 +305,19 @@ class Run:
         self._await(starting)
         return engines
 
+    def _start_ahead(self, specs: Sequence[EngineSpec]) -> None:
+        """Start engines that are needed later, unless they would take what others need meanwhile.
+
+        While prompts are asked one by one, one core has little to do; an engine's start takes a core for half a minute.
+        On a GPU two engines of the same place do not fit beside each other. Tensor parallel workers without a core of
+        their own spin, so another engine beside them would slow everything down.
+        """
+        if self._cores_suffice:
+            self._ahead |= {spec.name: self._start(spec) for spec in specs}
+
     def _start(self, spec: EngineSpec) -> Engine:
+        if engine := self._ahead.pop(spec.name, None):
+            return engine
         engine = Engine(spec, self._log_dir)
         self._enter(engine)
         self._say(
