@@ -46,17 +46,23 @@ class Engine:
 
 
 def shown(counted: Sequence[str], error: str = "") -> tuple[list[str], list[Any]]:
-    """What is shown, and the bodies that the engine got."""
+    """What is shown, and the bodies that the engine got; checks that the source had each named prefix before."""
     source = Engine("http://source", 5600)
     engine = Engine("http://engine", 5601, list(counted))
     bodies: list[Any] = []
+    prefixes: list[list[int]] = []
+    named: list[list[int]] = []
 
     def reply(request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         if request.url.host == "engine":
             bodies.append(body)
+            if "kv_transfer_params" in body:
+                named.append(body["prompt"][:PREFIX_TOKENS])
             if error and "kv_transfer_params" in body:
                 return httpx.Response(500, text=error)
+        else:
+            prefixes.append(body["prompt"][:PREFIX_TOKENS])
         piece = {"choices": [{"text": " a", "token_ids": [4]}]}
         lines = f"data: {json.dumps(piece)}\n\ndata: [DONE]\n\n"
         return httpx.Response(200, text=lines)
@@ -67,6 +73,7 @@ def shown(counted: Sequence[str], error: str = "") -> tuple[list[str], list[Any]
             return await second.compute(), await second.pull()
 
     computed, pulled = asyncio.run(run())
+    assert named == prefixes
     return lines_of(computed, pulled, "prefill-0", "decode-0"), bodies
 
 
