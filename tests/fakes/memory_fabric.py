@@ -86,8 +86,9 @@ class _Remote(RemoteDescriptors):
 
 class _Transfer(Transfer):
     def __init__(self, entry: _Peer, copy: Copy) -> None:
-        super().__init__(entry.name)
-        self.entry, self.copy = entry, copy
+        self.peer = entry.name
+        self.entry = entry
+        self.copy = copy
         self.failure: FabricError | None = None
 
 

@@ -264,7 +264,7 @@ class NixlTransfer(Transfer):
     __slots__ = ("entry", "failure", "raw", "state")
 
     def __init__(self, raw: int | None, entry: NixlPeer, state: TransferState) -> None:
-        super().__init__(entry.name)
+        self.peer = entry.name
         self.raw = raw
         self.entry = entry
         self.state = state

@@ -167,8 +167,7 @@ class Transfer:
 
     __slots__ = ("peer",)
 
-    def __init__(self, peer: PeerAgent) -> None:
-        self.peer = peer
+    peer: PeerAgent
 
 
 class TransferState(enum.Enum):
