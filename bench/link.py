@@ -194,7 +194,7 @@ def first_contacts(addresses: Sequence[Producer], rounds: int) -> Exchanges:
                 refused = handshakes.request(key)
                 if refused is not None:
                     raise RuntimeError(f"a handshake was refused: {refused}")
-            while len(handshakes):
+            while handshakes.wanted:
                 if not wake.wait(TIMEOUT_S):
                     raise TimeoutError(f"no handshake has ended for {TIMEOUT_S:g} s")
                 wake.clear()

@@ -105,7 +105,7 @@ def slot_stays(clear: Function) -> Function:
 
 def ready_at_once(advance: Function) -> Function:
     def hasty(table: Any) -> Any:
-        for lease in table._pending.values():
+        for lease in table.pending.values():
             lease.mark = _Reached()
         return advance(table)
 

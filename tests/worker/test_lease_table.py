@@ -357,8 +357,8 @@ class LeaseTableHistory(RuleBasedStateMachine):
                 progress_word(lease.epoch, tokens) if lease and tokens else EMPTY
             )
         live = [lease for lease in self.leases if not lease.over]
-        assert self.table.held() == sum(lease.held for lease in live)
-        assert self.table.pending() == sum(
+        assert len(self.table.held) == sum(lease.held for lease in live)
+        assert len(self.table.pending) == sum(
             (x.held and not x.ready) or bool(x.steps) for x in live
         )
         assert table_errors(self.table.snapshot()) == []

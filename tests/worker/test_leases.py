@@ -63,7 +63,7 @@ def test_clear_ends_every_lease_and_reports_none() -> None:
     table.advance()
     table.clear()
     assert not table.words.any()
-    assert table.held() == 0
+    assert not table.held
     assert table.end(LeaseEnd(request_id="r", slot=1, epoch=epoch)) is None
 
 
@@ -104,7 +104,7 @@ def test_blocks_are_copied_after_the_device_and_ready_after_the_copy() -> None:
     mirror.mark.over = True
     assert table.advance()
     assert int(table.words[1]) == slot_word(Epoch(5), SlotState.READY)
-    assert table.pending() == 0
+    assert not table.pending
 
 
 def test_blocks_of_a_lease_that_has_ended_are_not_copied() -> None:
@@ -113,5 +113,5 @@ def test_blocks_of_a_lease_that_has_ended_are_not_copied() -> None:
     computed.over = True
     assert not table.advance()
     assert not mirror.copied
-    assert table.pending() == 0
+    assert not table.pending
     assert int(table.words[1]) == EMPTY

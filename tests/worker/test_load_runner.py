@@ -65,7 +65,7 @@ def test_loads_that_do_not_fit_are_resumed_by_the_next_steps_each_once_a_round(
     seen = []
     for _ in range(6):
         runner.step()
-        seen.append((sum(resumed.values()), runner.is_amid_round()))
+        seen.append((sum(resumed.values()), bool(runner.rest_of_round)))
     assert seen == [(1, True), (2, True), (3, False), (4, True), (5, True), (6, False)]
     assert resumed == {"a": 2, "b": 2, "c": 2}
 
@@ -100,7 +100,7 @@ def test_a_round_takes_the_time_of_all_its_stretches_and_not_what_lies_between_t
     for load in runner.loads.of(LoadState.RUNNING):
         load.resumed_steps = slow()
     runner.step()
-    while runner.is_amid_round():
+    while runner.rest_of_round:
         now_s += 10.0
         runner.step()
     assert runner.round_s == 0.75

@@ -119,11 +119,11 @@ def test_tokens_are_reported_step_by_step_while_several_are_in_flight() -> None:
     for mark in marks:
         assert not table.advance()
         mark.over = True
-        assert table.pending() == 1
+        assert len(table.pending) == 1
         assert table.advance()
         seen.append(progress_of(int(table.progress[0]), FIRST))
     assert seen == [16, 32, 48]
-    assert table.pending() == 0
+    assert not table.pending
 
 
 def test_the_end_of_a_lease_does_not_touch_a_row_that_another_one_has_taken() -> None:
@@ -155,7 +155,7 @@ def test_a_lease_of_which_orders_were_lost_cannot_be_read_until_it_goes_on_under
         "the ids of the third block are missing"
     )
     assert (int(table.words[0]), int(table.progress[0])) == (EMPTY, EMPTY)
-    assert table.pending() == 0
+    assert not table.pending
     assert table.hold(hold(0, FIRST), None) == "r", "it is reported all the same"
     table.complete(hold(0, FIRST), mark)
     mark.over = True

@@ -42,7 +42,7 @@ class TimedReads:
         )
         self.now_s = 1000.0
         self.reader = FabricReader(self.fabric, GRACE_S, lambda: self.now_s)
-        self.reads = self.reader.reads()
+        self.reads = Reads(self.reader)
 
     def post(self, reads: Reads | None = None) -> None:
         (reads or self.reads).post(
@@ -141,11 +141,11 @@ def test_what_the_fabric_does_not_take_back_is_offered_again(scene: TimedReads) 
     scene.fabric.fail("remove_peer", lambda: RuntimeError("a bug"), 1)
     scene.reads.finished(transfer)
     scene.reader.give_back(scene.peer)
-    assert len(scene.reader.refused()) == 2
+    assert len(scene.reader.refused) == 2
     scene.reader.retry_refused()
-    assert list(scene.reader.refused()) == [transfer]
+    assert scene.reader.refused == [transfer]
     scene.reader.retry_refused()
-    assert not scene.reader.refused()
+    assert not scene.reader.refused
     assert scene.fabric.transfers() == 0
     assert not scene.fabric.peers
 

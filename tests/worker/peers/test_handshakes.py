@@ -71,7 +71,7 @@ class Scene:
 
     def _take_all(self) -> None:
         self.take()
-        while self.handshakes.snapshot().arrived or self.handshakes.has_arrivals():
+        while self.handshakes.snapshot().arrived or self.handshakes.results:
             self.take()
 
 
@@ -80,9 +80,9 @@ def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
     made.let_go()
-    while made.handshakes.snapshot().arrived or made.handshakes.has_arrivals():
+    while made.handshakes.snapshot().arrived or made.handshakes.results:
         made.take()
-    assert not len(made.handshakes)
+    assert not made.handshakes.wanted
 
 
 def test_black_holes_named_in_a_row_do_not_delay_the_first_contact_with_a_live_host(
@@ -155,7 +155,7 @@ def test_no_peer_is_asked_twice_at_a_time_and_the_queue_is_bounded(
 ) -> None:
     for _ in range(3):
         assert scene.ask("dark0") is None
-    assert len(scene.handshakes) == 1
+    assert len(scene.handshakes.wanted) == 1
     answers = [scene.ask(f"dark{number}") for number in range(1, 300)]
     assert answers.count(None) == 255
     assert answers[-1] == "256 other engines have not answered yet"
@@ -170,7 +170,7 @@ def test_handshakes_ahead_of_loads_take_no_place_from_those_that_loads_wait_for(
 ) -> None:
     for number in range(100):
         scene.handshakes.request_ahead(_key(f"dark-ahead{number}"))
-    assert len(scene.handshakes) == AHEAD.wanted
+    assert len(scene.handshakes.wanted) == AHEAD.wanted
     for number in range(UNVERIFIED_AT_ONCE):
         assert scene.ask(f"dark{number}") is None
     scene.is_asked("dark", UNVERIFIED_AT_ONCE + AHEAD.unverified_at_once)
@@ -190,7 +190,7 @@ def test_a_load_takes_over_a_contact_that_waits_or_is_under_way(scene: Scene) ->
     assert scene.asked_of("dark") == AHEAD.unverified_at_once
     scene.handshakes.request_ahead(_key("dark-more"))
     scene.is_asked("dark-more")
-    assert len(scene.handshakes) == AHEAD.unverified_at_once + 1, (
+    assert len(scene.handshakes.wanted) == AHEAD.unverified_at_once + 1, (
         "the place of the one that was taken over is free"
     )
 
@@ -267,7 +267,7 @@ def test_handshakes_that_no_load_waits_for_any_more_leave_their_places_unless_th
         scene.handshakes.withdraw(_key("dark", number)) for number in range(20)
     ]
     assert withdrawn.count(True) == 20 - FOR_LOADS.per_unverified_host
-    assert len(scene.handshakes) == FOR_LOADS.per_unverified_host
+    assert len(scene.handshakes.wanted) == FOR_LOADS.per_unverified_host
     assert not scene.handshakes.withdraw(_key("dark", 19)), "it is not known any more"
     scene.let_go()
     scene.has_ended_all(FOR_LOADS.per_unverified_host)
@@ -281,7 +281,7 @@ def test_a_host_that_has_answered_leaves_places_for_others_however_many_of_its_p
     refused = [
         why for number in range(300) if (why := scene.ask("dark", number)) is not None
     ]
-    assert len(scene.handshakes) == FOR_LOADS.wanted // 2
+    assert len(scene.handshakes.wanted) == FOR_LOADS.wanted // 2
     assert refused[0] == "128 engines of this host have not answered yet"
     assert scene.ask("live") is None
     scene.has_ended("live")

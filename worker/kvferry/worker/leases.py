@@ -208,10 +208,6 @@ class _Reports:
     workers: int = 0
     expected: int = 0
 
-    @property
-    def are_complete(self) -> bool:
-        return self.workers.bit_count() >= self.expected
-
     def add(self, message: Done) -> None:
         # A bit, not a number: a worker whose message comes twice must not stand for its sibling, which still reads.
         self.workers |= 1 << message.worker
@@ -237,15 +233,6 @@ class _ServedLease:
     mark: DeviceMark | None = None
     waves: deque[Blocks] = field(default_factory=deque)
     reports: dict[str, _Reports] = field(default_factory=dict)
-
-    @property
-    def is_held(self) -> bool:
-        return self.request_id is not None
-
-    @property
-    def is_reported(self) -> bool:
-        """Whether all workers of a consumer have reported. One consumer is enough: a lease is for one."""
-        return any(reports.are_complete for reports in self.reports.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +276,8 @@ class LeaseTable:
 
     Attributes:
         words, progress: uint64 `[slots]`, the two words of every slot, which alternate in memory.
+        held: slots of the leases that wait for a `done`.
+        pending: by slot the leases of which more can be read when the device has finished a step or a copy.
     """
 
     def __init__(
@@ -305,8 +294,8 @@ class LeaseTable:
         self.words = memory[:, 0]
         self.progress = memory[:, 1]
         self._leases: dict[int, _ServedLease] = {}
-        self._held: set[int] = set()
-        self._pending: dict[int, _ServedLease] = {}
+        self.held: set[int] = set()
+        self.pending: dict[int, _ServedLease] = {}
         self._mirror = mirror
         self._rows = rows if rows is not None else StreamRowTable()
         self._lock = threading.Lock()
@@ -322,14 +311,6 @@ class LeaseTable:
     def num_bytes(self) -> int:
         return len(self.words) * SLOT_BYTES
 
-    def held(self) -> int:
-        """Number of leases that wait for a `done`."""
-        return len(self._held)
-
-    def pending(self) -> int:
-        """Number of leases of which more can be read when the device has finished a step or a copy."""
-        return len(self._pending)
-
     def snapshot(self) -> LeaseTableSnapshot:
         """The leases and the table's memory now. May be called on any thread."""
         with self._lock:
@@ -341,14 +322,14 @@ class LeaseTable:
                 leases={
                     slot: LeaseSnapshot(
                         epoch=lease.epoch,
-                        is_held=lease.is_held,
+                        is_held=lease.request_id is not None,
                         row=lease.stream.row,
                         origin=lease.stream.origin,
                     )
                     for slot, lease in self._leases.items()
                 },
-                held=frozenset(self._held),
-                pending=len(self._pending),
+                held=frozenset(self.held),
+                pending=len(self.pending),
                 headers=self._rows.snapshot(),
             )
 
@@ -412,9 +393,9 @@ class LeaseTable:
             lease.request_id = order.request_id
             lease.mark = mark
             lease.waves = waves
-            self._held.add(order.slot)
+            self.held.add(order.slot)
             if mark is not None:
-                self._pending[order.slot] = lease
+                self.pending[order.slot] = lease
             return self._finish_if_complete(order.slot, lease)
 
     def complete(self, order: LeaseHold | LeaseProgress, mark: DeviceMark) -> None:
@@ -431,7 +412,7 @@ class LeaseTable:
                 lease.mark = mark
             else:
                 lease.stream.steps.append((order.tokens, mark))
-            self._pending[order.slot] = lease
+            self.pending[order.slot] = lease
 
     def advance(self) -> bool:
         """Report the tokens of the leases with a step that the device has finished; set the held ones READY whose mark
@@ -441,7 +422,7 @@ class LeaseTable:
             Whether there were any.
         """
         with self._lock:
-            pending = list(self._pending.items())
+            pending = list(self.pending.items())
         has_advanced = False
         for slot, lease in pending:
             has_advanced |= self._advance(slot, lease)
@@ -456,7 +437,7 @@ class LeaseTable:
         must_copy = is_reached and bool(lease.waves)
         with self._lock:
             # It has ended meanwhile: its blocks may be another request's, and are not copied.
-            if self._pending.get(slot) is not lease:
+            if self.pending.get(slot) is not lease:
                 return True
             if tokens:
                 self.progress[slot] = progress_word(lease.epoch, tokens)
@@ -464,9 +445,9 @@ class LeaseTable:
                 lease.mark = None
                 self.words[slot] = slot_word(lease.epoch, SlotState.READY)
             # At the end of the queue, so that others come first next time; and before the copy, which may raise.
-            del self._pending[slot]
+            del self.pending[slot]
             if lease.mark is not None or lease.stream.steps:
-                self._pending[slot] = lease
+                self.pending[slot] = lease
         if must_copy and self._mirror is not None:
             copied = self._mirror.try_copy(lease.waves)
             if copied is not None:
@@ -563,10 +544,14 @@ class LeaseTable:
         return lease
 
     def _finish_if_complete(self, slot: int, lease: _ServedLease) -> str | None:
-        if not lease.is_held or not lease.is_reported:
+        """End a held lease, if all workers of a consumer have reported. One consumer is enough: a lease is for one."""
+        if lease.request_id is None:
             return None
-        self._clear(slot)
-        return lease.request_id
+        for reports in lease.reports.values():
+            if reports.workers.bit_count() >= reports.expected:
+                self._clear(slot)
+                return lease.request_id
+        return None
 
     def _clear(self, slot: int) -> None:
         # The word first of all: from now on no read that is under way counts.
@@ -577,8 +562,8 @@ class LeaseTable:
         self, slot: int, lease: _ServedLease, *, keeps_row: bool = False
     ) -> None:
         self.progress[slot] = EMPTY
-        self._held.discard(slot)
-        self._pending.pop(slot, None)
+        self.held.discard(slot)
+        self.pending.pop(slot, None)
         if not keeps_row:
             self._rows.free(lease.stream)
 

@@ -104,7 +104,7 @@ def snapshot_of_thread(
         entries=memory.slot_reads.snapshot(),
         pages=memory.id_pages.snapshot(),
         pool=pool.snapshot() if pool is not None else None,
-        refused=tuple(reader.refused()),
+        refused=tuple(reader.refused),
         handles=reader.fabric.open_handles(),
     )
 

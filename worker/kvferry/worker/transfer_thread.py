@@ -472,7 +472,10 @@ class TransferThread:
             case StepOrdered():
                 self._carry_out(message)
             case StepLaunched(mark):
-                self._complete(mark)
+                incomplete = self._incomplete
+                self._incomplete = []
+                for order in incomplete:
+                    self._table.complete(order, mark)
             case TakeSnapshot(answer):
                 try:
                     answer.set_result(self.snapshot_now())
@@ -508,18 +511,18 @@ class TransferThread:
 
     def _next_poll_s(self) -> float | None:
         """How long to wait before the next poll of what changes without a message; None with nothing to poll."""
-        if self.runner.busy() or self._table.pending() or self.registry.busy():
-            if self.runner.is_amid_round():
+        if self.runner.busy() or self._table.pending or self.registry.busy():
+            if self.runner.rest_of_round:
                 # Not zero: in this time the step thread gets the interpreter's lock.
                 return MIN_BACKOFF_S
             return self._pace.backoff_s
         pauses_s: list[float] = []
-        if self._table.held():
+        if self._table.held:
             pauses_s.append(self._pace.notification_backoff_s)
         slot_poll_s = self.runner.next_s()
         if slot_poll_s is not None:
             pauses_s.append(max(slot_poll_s - time.monotonic(), 0.0))
-        if self.runner.closing() or self.registry.closing() or self.reader.refused():
+        if self.runner.closing() or self.registry.closing() or self.reader.refused:
             pauses_s.append(QUARANTINE_POLL_S)
         return min(pauses_s, default=None)
 
@@ -552,24 +555,25 @@ class TransferThread:
             # A report that has arrived counts before the end of its lease.
             self._log_errors(self._notifications.take)
         # Before the holds: an order that does not fit ends its lease, which `hold` then reports.
-        self._incomplete = [
-            order for order in orders.progress if self._table.publish(order)
-        ]
-        over = [self._table.hold(hold, mark) for hold in orders.holds]
-        over += [self._table.hold(hold, None) for hold in orders.completions]
-        self._incomplete += orders.completions
-        over += [self._table.end(end) for end in orders.ends]
-        ended = {request_id for request_id in over if request_id is not None}
-        # The box is left alone without news: its lock is the step thread's too.
-        if ended:
-            with self.results as results:
-                results.sent |= ended
-
-    def _complete(self, mark: DeviceMark) -> None:
-        incomplete = self._incomplete
         self._incomplete = []
-        for order in incomplete:
-            self._table.complete(order, mark)
+        for progress in orders.progress:
+            if self._table.publish(progress):
+                self._incomplete.append(progress)
+        over: set[str | None] = set()
+        for hold in orders.holds:
+            over.add(self._table.hold(hold, mark))
+        for hold in orders.completions:
+            over.add(self._table.hold(hold, None))
+            self._incomplete.append(hold)
+        for end in orders.ends:
+            over.add(self._table.end(end))
+        # The box is left alone without news: its lock is the step thread's too.
+        if not over - {None}:
+            return
+        with self.results as results:
+            for request_id in over:
+                if request_id is not None:
+                    results.sent.add(request_id)
 
     def _lose(self, head: OrdersHead) -> None:
         """Fail the loads of orders that cannot be decoded (an internal error). None has begun: the blocks are safe."""
@@ -590,16 +594,17 @@ class TransferThread:
         has_progressed |= self._log_errors(self._table.advance)
         has_progressed |= self._take_notifications()
         has_progressed |= self._log_errors(self.runner.step)
-        self.reader.retry_refused()
+        if self.reader.refused:
+            self.reader.retry_refused()
         self._report()
         if has_progressed:
             self._pace.progressed()
-        elif not self.runner.is_amid_round():
+        elif not self.runner.rest_of_round:
             self._pace.polled_in_vain(self.runner.round_s)
 
     def _take_notifications(self) -> bool:
         """Take notifications, if it is time. Returns whether any have arrived that were expected."""
-        if not self._table.held():
+        if not self._table.held:
             if time.monotonic() >= self._pace.take_unexpected_s:
                 has_arrived = self._log_errors(self._notifications.take)
                 self._pace.took_unexpected(time.monotonic(), has_arrived=has_arrived)

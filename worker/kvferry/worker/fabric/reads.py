@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from kvferry.worker.fabric.errors import (
     FabricClosed,
@@ -65,6 +65,7 @@ class FabricReader:
         graces_over: reads whose memory came back only because the grace was over, since they were last taken.
         gil_released_at_s: by `clock`, when a post last returned that had released the interpreter's lock for
             `GIL_RELEASED_FROM_S` or longer.
+        refused: handles that the fabric refused to take back, which should never happen.
     """
 
     def __init__(
@@ -78,29 +79,10 @@ class FabricReader:
         self.clock = clock
         self.graces_over = 0
         self.gil_released_at_s = -math.inf
-        self._refused: list[Handle] = []
-
-    def reads(self) -> Reads:
-        """Reads of one owner of memory."""
-        return Reads(self)
+        self.refused: list[Handle] = []
 
     def give_back(self, handle: Handle) -> None:
         """Release a handle, or remove a peer. Raises nothing; a handle that the fabric refuses is kept for a retry."""
-        if not self._try_give_back(handle):
-            self._refused.append(handle)
-
-    def refused(self) -> Collection[Handle]:
-        """Handles that the fabric refused to take back, which should never happen."""
-        return self._refused
-
-    def retry_refused(self) -> None:
-        """Give back again the handles that the fabric refused."""
-        refused = self._refused
-        self._refused = []
-        for handle in refused:
-            self.give_back(handle)
-
-    def _try_give_back(self, handle: Handle) -> bool:
         try:
             if isinstance(handle, str):
                 self.fabric.remove_peer(handle)
@@ -108,19 +90,29 @@ class FabricReader:
                 self.fabric.release(handle)
         except FabricClosed:
             # It went with the fabric.
-            return True
+            return
         except Exception:  # noqa: BLE001 - shown, with its traceback
             # Only a bug can raise here. The handle is kept, so that nothing is reused that NIXL may
             # still write to, and the loads above go on.
             internal_errors.log(
                 f"{type(handle).__name__} could not be given back; it is tried again"
             )
-            return False
-        return True
+            self.refused.append(handle)
+
+    def retry_refused(self) -> None:
+        """Give back again the handles that the fabric refused."""
+        refused = self.refused
+        self.refused = []
+        for handle in refused:
+            self.give_back(handle)
 
 
 class Reads:
-    """Reads into memory that belongs to one owner. `settle` returns True once none of them can write to it any more."""
+    """Reads into memory that belongs to one owner. `settle` returns True once none of them can write to it any more.
+
+    Args:
+        reader: posts them.
+    """
 
     __slots__ = ("_failed_s", "_posted", "_reader", "_unconfirmed_posts_s")
 
@@ -181,11 +173,11 @@ class Reads:
         poll = self._reader.fabric.poll
         in_flight = list(transfers)
         while True:
-            in_flight = [
-                transfer
-                for transfer in in_flight
-                if poll(transfer) is TransferState.IN_FLIGHT
-            ]
+            polled = in_flight
+            in_flight = []
+            for transfer in polled:
+                if poll(transfer) is TransferState.IN_FLIGHT:
+                    in_flight.append(transfer)
             if not in_flight:
                 return
             yield
@@ -207,12 +199,12 @@ class Reads:
         for transfer in list(self._posted):
             if self._is_over(transfer, now_s):
                 self.finished(transfer)
-        still_unconfirmed_s = [
-            raised_s
-            for raised_s in self._unconfirmed_posts_s
-            if now_s < raised_s + reader.grace_s
-        ]
-        reader.graces_over += len(self._unconfirmed_posts_s) - len(still_unconfirmed_s)
+        still_unconfirmed_s: list[float] = []
+        for raised_s in self._unconfirmed_posts_s:
+            if now_s < raised_s + reader.grace_s:
+                still_unconfirmed_s.append(raised_s)
+            else:
+                reader.graces_over += 1
         self._unconfirmed_posts_s = still_unconfirmed_s
         return not self._posted and not still_unconfirmed_s
 

@@ -91,7 +91,7 @@ class Load:
         source = self.order.source
         self.since_s = self.record.ordered_s
         self.story = LoadStory(self.record)
-        self.reads = context.reader.reads()
+        self.reads = Reads(context.reader)
         self.lease_reads = LeaseReads(
             self.reads,
             context.slot_reads,

@@ -149,6 +149,7 @@ class LoadRunner:
     Attributes:
         loads: all loads that are not over. Quarantined ones that have read no data yet keep entries and pages from
             use, but not their blocks.
+        rest_of_round: the loads of the present round that have not been resumed yet.
         round_s: how long the last round took that resumed every load once, without posts that copied.
     """
 
@@ -168,8 +169,7 @@ class LoadRunner:
         self._results = results
         self._max_loads = max_loads
         self._watch = SlotWatch(context.reader, context.slot_reads)
-        # The loads of the present round that have not been resumed yet.
-        self._round: deque[Load] = deque()
+        self.rest_of_round: deque[Load] = deque()
         self._stretched_s = 0.0
         self._deadlines_checked_s = 0.0
         # The peers of all loads that have begun; None when it has to be made again. The registry asks in every turn.
@@ -232,15 +232,13 @@ class LoadRunner:
         """Whether `step` must be called again soon."""
         if self._running or self._waiting or self._resumed:
             return True
-        return self._watch.busy()
+        return bool(self._watch.watched) and self._watch.busy()
 
     def next_s(self) -> float | None:
         """When `step` must be called at the latest while it is not busy; None if there is nothing to do."""
+        if not self._watch.watched:
+            return None
         return self._watch.next_s()
-
-    def is_amid_round(self) -> bool:
-        """Whether `step` has not resumed all loads of the present round yet."""
-        return bool(self._round)
 
     def in_use(self) -> frozenset[PeerKey]:
         """Peers that reads may be in flight from, or that parked loads wait for."""
@@ -274,23 +272,27 @@ class LoadRunner:
         begun_s = time.monotonic()
         awake_s = self._clock.wind(begun_s)
         # The slots first: what has changed there may begin in this round.
-        over, has_moved = self._watch.step(begun_s)
-        for wait in over:
-            self.loads.apply(self.loads.parked_for(wait), LoadEvent.RESUME, begun_s)
+        has_moved = False
+        if self._watch.watched or self._watch.closing:
+            over, has_moved = self._watch.step(begun_s)
+            for wait in over:
+                self.loads.apply(self.loads.parked_for(wait), LoadEvent.RESUME, begun_s)
         has_ended = self._fail_late(begun_s, awake_s)
         self._give_places(begun_s, awake_s)
-        if not self._round:
-            self._round.extend(self._running)
+        if not self.rest_of_round:
+            self.rest_of_round.extend(self._running)
         ended_in_round, moved_in_round = self._resume_round(begun_s)
         has_ended |= ended_in_round
         has_moved |= moved_in_round
         # A round may take several stretches. What lies between them is no time of its own: the step thread's.
         self._stretched_s += time.monotonic() - self._stretch_began_s(begun_s)
-        if not self._round:
+        if not self.rest_of_round:
             self.round_s = self._stretched_s
             self._stretched_s = 0.0
-            has_ended |= self._settle_quarantined()
-            has_ended |= self._settle_flushing()
+            if self._quarantined:
+                has_ended |= self._settle_quarantined()
+            if self._flushing:
+                has_ended |= self._settle_flushing()
         if has_ended:
             self._in_use = None
         return has_ended or has_moved
@@ -321,8 +323,8 @@ class LoadRunner:
         its place, and whether any has progressed."""
         has_ended = False
         has_moved = False
-        while self._round:
-            load = self._round.popleft()
+        while self.rest_of_round:
+            load = self.rest_of_round.popleft()
             if load.state is not LoadState.RUNNING:
                 # It was cancelled since the round began.
                 continue
@@ -498,10 +500,12 @@ class LoadRunner:
     def _settle_flushing(self) -> bool:
         """End the good loads behind whose messages nothing is in flight any more. Returns whether there were any."""
         now_s = time.monotonic()
-        settled = [load for load in self._flushing if load.settle()]
-        for load in settled:
-            self.loads.apply(load, LoadEvent.SETTLED, now_s)
-        return bool(settled)
+        has_settled = False
+        for load in list(self._flushing):
+            if load.settle():
+                self.loads.apply(load, LoadEvent.SETTLED, now_s)
+                has_settled = True
+        return has_settled
 
     def _settle_quarantined(self) -> bool:
         """End the failed loads that nothing can write into any more. Returns whether there were any."""

@@ -302,6 +302,7 @@ class SlotWatch:
     """See the module. Used on the transfer thread.
 
     Attributes:
+        watched: peers that loads wait for, or have waited for a short time ago.
         closing: polls that failed, or that no load waits for any more, and that may still write into their entries.
     """
 
@@ -309,17 +310,17 @@ class SlotWatch:
         self.closing: list[SlotPoll] = []
         self._reader = reader
         self._slot_reads = slot_reads
-        self._watched: dict[Peer, _WatchedPeer] = {}
+        self.watched: dict[Peer, _WatchedPeer] = {}
 
     def add(self, wait: Wait, now_s: float) -> None:
         """Begin to wait. The peer has at least one route."""
-        watched = self._watched.get(wait.peer)
+        watched = self.watched.get(wait.peer)
         # After a pause of the producer its former steps say nothing about the next one.
         if watched is None or not watched.is_recent(now_s):
             watched = _WatchedPeer(
                 wait.peer, PollSchedule(changed_s=now_s, due_s=now_s)
             )
-            self._watched[wait.peer] = watched
+            self.watched[wait.peer] = watched
         elif not watched.waits:
             watched.schedule.begin(now_s)
         watched.add(wait)
@@ -327,28 +328,26 @@ class SlotWatch:
 
     def remove(self, wait: Wait) -> None:
         """End a wait; one that is over already may be removed too."""
-        watched = self._watched.get(wait.peer)
+        watched = self.watched.get(wait.peer)
         # With the last wait its poll is closed, not forgotten: it may still write into its entries.
         if watched is not None and watched.remove([wait]) and not watched.waits:
             self._close(watched)
 
     def polls(self) -> Iterator[SlotPoll]:
         """All polls that may still write."""
-        for watched in self._watched.values():
+        for watched in self.watched.values():
             if watched.poll is not None:
                 yield watched.poll
         yield from self.closing
 
     def busy(self) -> bool:
         """Whether a poll is in flight that loads wait for."""
-        return any(watched.poll is not None for watched in self._watched.values())
+        return any(watched.poll is not None for watched in self.watched.values())
 
     def next_s(self) -> float | None:
         """When the next poll is due; None without waits."""
         due_s = (
-            watched.schedule.due_s
-            for watched in self._watched.values()
-            if watched.waits
+            watched.schedule.due_s for watched in self.watched.values() if watched.waits
         )
         return min(due_s, default=None)
 
@@ -360,7 +359,7 @@ class SlotWatch:
         """
         over: list[Wait] = []
         has_moved = False
-        for watched in list(self._watched.values()):
+        for watched in list(self.watched.values()):
             poll_before = watched.poll
             try:
                 over += self._advance(watched, now_s)
@@ -370,7 +369,7 @@ class SlotWatch:
             if not watched.waits:
                 self._close(watched)
             if not watched.is_recent(now_s):
-                del self._watched[watched.peer]
+                del self.watched[watched.peer]
         self.closing = [poll for poll in self.closing if not self._try_close(poll)]
         return over, has_moved
 
@@ -415,7 +414,7 @@ class SlotWatch:
             peer=watched.peer,
             batch=batch,
             read=EntryRead(sources, batch.slots, self._slot_reads, entries),
-            reads=self._reader.reads(),
+            reads=Reads(self._reader),
             begun_s=now_s,
         )
         watched.poll = poll

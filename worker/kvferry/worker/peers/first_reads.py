@@ -63,6 +63,10 @@ class FirstReads:
         timeout_s: for one of them.
         mapper: see `connect`.
         on_end: called with every peer whose first read can write no more, or was not posted.
+
+    Attributes:
+        under_way: by peer.
+        given_up: those that were given up and may still write.
     """
 
     def __init__(
@@ -82,24 +86,13 @@ class FirstReads:
         self._caches = caches
         self._staging = staging
         self._slot_reads = slot_reads
-        self._under_way: dict[PeerKey, FirstRead] = {}
-        self._given_up: list[FirstRead] = []
+        self.under_way: dict[PeerKey, FirstRead] = {}
+        self.given_up: list[FirstRead] = []
         self._clock = AwakeClock(LONGEST_TURN_S)
-
-    def __len__(self) -> int:
-        """Number of those under way."""
-        return len(self._under_way)
-
-    def __contains__(self, key: PeerKey) -> bool:
-        return key in self._under_way
 
     def all(self) -> list[FirstRead]:
         """Those under way, and those that were given up and may still write."""
-        return [*self._under_way.values(), *self._given_up]
-
-    def given_up(self) -> int:
-        """Number of those that were given up and may still write."""
-        return len(self._given_up)
+        return [*self.under_way.values(), *self.given_up]
 
     def has_room(self) -> bool:
         """True if half of the entries are free."""
@@ -141,7 +134,7 @@ class FirstReads:
             raise HandshakeFailed("too many reads in flight")
         first_read = FirstRead(
             peer=peer,
-            reads=self.reader.reads(),
+            reads=Reads(self.reader),
             entries=entries,
             asked_s=asked_s,
             arrived_s=now_s,
@@ -164,16 +157,14 @@ class FirstReads:
         except Exception:
             self._give_up(first_read)
             raise
-        self._under_way[key] = first_read
+        self.under_way[key] = first_read
 
     def step(self, now_s: float) -> list[tuple[FirstRead, Exception | None]]:
         """Those that have ended, each with its error, or None for a peer that is connected."""
         ended: list[tuple[FirstRead, Exception | None]] = []
-        if not self._under_way and not self._given_up:
-            return ended
         # Time awake: a pause of this process is not the peer's fault.
         awake_s = self._clock.wind(now_s)
-        for first_read in list(self._under_way.values()):
+        for first_read in list(self.under_way.values()):
             error: Exception | None = None
             try:
                 if not self._is_done(first_read):
@@ -185,7 +176,7 @@ class FirstReads:
                     )
             except Exception as failed:  # noqa: BLE001 - handled by the caller
                 error = failed
-            del self._under_way[first_read.peer.key]
+            del self.under_way[first_read.peer.key]
             if error is None:
                 for transfer in first_read.transfers:
                     first_read.reads.finished(transfer)
@@ -194,15 +185,15 @@ class FirstReads:
             else:
                 self._give_up(first_read)
             ended.append((first_read, error))
-        self._given_up = [
-            first_read for first_read in self._given_up if not self._try_end(first_read)
+        self.given_up = [
+            first_read for first_read in self.given_up if not self._try_end(first_read)
         ]
         return ended
 
     def give_up_all(self) -> None:
         """Give up all that are under way; those that may still write are left in `given_up`."""
-        given_up = list(self._under_way.values())
-        self._under_way.clear()
+        given_up = list(self.under_way.values())
+        self.under_way.clear()
         for first_read in given_up:
             self._give_up(first_read)
 
@@ -245,7 +236,7 @@ class FirstReads:
 
     def _give_up(self, first_read: FirstRead) -> None:
         if not self._try_end(first_read):
-            self._given_up.append(first_read)
+            self.given_up.append(first_read)
 
     def _try_end(self, first_read: FirstRead) -> bool:
         """Give everything back if the first read can write no more.

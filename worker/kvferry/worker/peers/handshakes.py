@@ -115,6 +115,10 @@ class Handshakes:
     Args:
         begin: begins one.
         wake: called from any thread when a handshake has ended.
+
+    Attributes:
+        wanted: those that wait or are under way, in the order in which they begin.
+        results: those that the next `arrivals` have; `wake` is not called for them.
     """
 
     def __init__(self, begin: BeginHandshake, wake: Callable[[], None]) -> None:
@@ -124,22 +128,14 @@ class Handshakes:
         self._arrived: queue.SimpleQueue[tuple[PeerKey, HandshakeResult]] = (
             queue.SimpleQueue()
         )
-        self._results: dict[PeerKey, HandshakeResult] = {}
-        # In the order in which they begin.
-        self._wanted: dict[PeerKey, _WantedHandshake] = {}
+        self.results: dict[PeerKey, HandshakeResult] = {}
+        self.wanted: dict[PeerKey, _WantedHandshake] = {}
         # The verified hosts, the one that answered last is last.
         self._answered: dict[str, None] = {}
 
-    def __len__(self) -> int:
-        """Handshakes that wait or are under way."""
-        return len(self._wanted)
-
-    def __contains__(self, key: PeerKey) -> bool:
-        return key in self._wanted
-
     def snapshot(self) -> HandshakesSnapshot:
         """The handshakes now. May be called on any thread."""
-        wanted = dict(self._wanted)
+        wanted = dict(self.wanted)
         under_way = frozenset(key for key, one in wanted.items() if one.is_under_way)
         return HandshakesSnapshot(
             waiting=frozenset(wanted) - under_way,
@@ -155,7 +151,7 @@ class Handshakes:
         Returns:
             Why it was refused; None when it was accepted.
         """
-        wanted = self._wanted.get(key)
+        wanted = self.wanted.get(key)
         if wanted is not None and wanted.limits is FOR_LOADS:
             return None
         host = _counted_host(key)
@@ -171,8 +167,8 @@ class Handshakes:
             return why_full
         else:
             # To the end of the queue, also if it waits to be prewarmed.
-            self._wanted.pop(key, None)
-            self._wanted[key] = _WantedHandshake(FOR_LOADS, is_awaited=True)
+            self.wanted.pop(key, None)
+            self.wanted[key] = _WantedHandshake(FOR_LOADS, is_awaited=True)
         self._begin()
         return None
 
@@ -185,49 +181,45 @@ class Handshakes:
         Returns:
             True if it was waiting.
         """
-        wanted = self._wanted.get(key)
+        wanted = self.wanted.get(key)
         if wanted is None or wanted.is_under_way or not wanted.is_awaited:
             return False
-        del self._wanted[key]
+        del self.wanted[key]
         return True
 
     def request_ahead(self, key: PeerKey) -> None:
         """Request the handshake with a peer that no load waits for yet, if there is a place."""
-        if key in self._wanted or self._why_full(_counted_host(key), AHEAD) is not None:
+        if key in self.wanted or self._why_full(_counted_host(key), AHEAD) is not None:
             return
-        self._wanted[key] = _WantedHandshake(AHEAD, is_awaited=False)
+        self.wanted[key] = _WantedHandshake(AHEAD, is_awaited=False)
         self._begin()
 
     def arrivals(self) -> Iterator[tuple[PeerKey, HandshakeResult]]:
         """Results of handshakes that have ended: all that loads wait for, and then at most one of the others."""
         while not self._arrived.empty():
             key, result = self._arrived.get()
-            self._results[key] = result
-        awaited = [key for key in self._results if self._wanted[key].is_awaited]
-        others = [key for key in self._results if not self._wanted[key].is_awaited]
+            self.results[key] = result
+        awaited = [key for key in self.results if self.wanted[key].is_awaited]
+        others = [key for key in self.results if not self.wanted[key].is_awaited]
         # The caller connects each, which takes milliseconds of the thread that advances loads.
         for key in (*awaited, *others[:1]):
-            result = self._results.pop(key)
-            del self._wanted[key]
+            result = self.results.pop(key)
+            del self.wanted[key]
             self._remember(_counted_host(key), answered=_is_answer(result))
             self._begin()
             yield key, result
 
-    def has_arrivals(self) -> bool:
-        """True if `arrivals` has more; `wake` is not called for them."""
-        return bool(self._results)
-
     def close(self) -> None:
         """Begin no further handshake. Those under way end by themselves; their results are dropped."""
-        self._wanted = {
-            key: wanted for key, wanted in self._wanted.items() if wanted.is_under_way
+        self.wanted = {
+            key: wanted for key, wanted in self.wanted.items() if wanted.is_under_way
         }
 
     def _why_full(self, host: str, limits: HandshakeLimits) -> str | None:
         """Why no engine of this host can be added; None when one can."""
         hosts = [
             _counted_host(key)
-            for key, wanted in self._wanted.items()
+            for key, wanted in self.wanted.items()
             if wanted.limits is limits
         ]
         if len(hosts) >= limits.wanted:
@@ -248,14 +240,14 @@ class Handshakes:
     def _begin(self) -> None:
         """Begin the handshakes for which there is a place."""
         for key in (*self._next(FOR_LOADS), *self._next(AHEAD)):
-            self._wanted[key].is_under_way = True
+            self.wanted[key].is_under_way = True
             self._begin_one(key, functools.partial(self._ended, key))
 
     def _next(self, limits: HandshakeLimits) -> list[PeerKey]:
         """The peers whose handshakes may begin now."""
         under_way = self._under_way(limits)
         begun: list[PeerKey] = []
-        for key, wanted in self._wanted.items():
+        for key, wanted in self.wanted.items():
             if under_way.is_full():
                 break
             if wanted.limits is not limits or wanted.is_under_way:
@@ -268,7 +260,7 @@ class Handshakes:
 
     def _under_way(self, limits: HandshakeLimits) -> _UnderWay:
         under_way = _UnderWay(limits, self._answered)
-        for key, wanted in self._wanted.items():
+        for key, wanted in self.wanted.items():
             if wanted.limits is limits and wanted.is_under_way:
                 under_way.add(_counted_host(key))
         return under_way

@@ -186,11 +186,11 @@ class PeerRegistry:
 
     def busy(self) -> bool:
         """True if `step` must be called again soon without being woken."""
-        return bool(self.first_reads) or self._handshakes.has_arrivals()
+        return bool(self.first_reads.under_way or self._handshakes.results)
 
     def closing(self) -> bool:
         """True if `step` must be called again, not urgently: first reads were given up and have not ended."""
-        return self.first_reads.given_up() > 0
+        return bool(self.first_reads.given_up)
 
     @property
     def num_ready(self) -> int:
@@ -217,8 +217,10 @@ class PeerRegistry:
         Then an unused peer expires, or a static one is to be connected.
         """
         due_s: list[float] = []
-        if any(key not in self._ready for key in self._static.values()):
-            due_s.append(self._static_check_s)
+        for key in self._static.values():
+            if key not in self._ready:
+                due_s.append(self._static_check_s)
+                break
         if self._ttl_s > 0 and self._ready:
             unused_longest = next(iter(self._ready.values()))
             due_s.append(unused_longest.used_s + self._ttl_s)
@@ -239,7 +241,7 @@ class PeerRegistry:
         why_not = self._failed_peers.why_not(key, now_s)
         if why_not is not None:
             return why_not
-        if key in self.first_reads:
+        if key in self.first_reads.under_way:
             return None
         why_refused = self._handshakes.request(key)
         if why_refused is not None:
@@ -265,16 +267,17 @@ class PeerRegistry:
 
     def prewarm(self, key: PeerKey, now_s: float) -> None:
         """Connect to this peer before a load needs it, unless the registry is full or half of the entries are taken."""
-        if key in self._ready or key in self.first_reads:
+        if key in self._ready or key in self.first_reads.under_way:
             return
         if self._failed_peers.why_not(key, now_s) is not None:
             return
         # With as many known already it would evict another peer. And loads need the entries more.
-        known = len(self._ready) + len(self.first_reads) + len(self._handshakes)
+        connecting = len(self.first_reads.under_way) + len(self._handshakes.wanted)
+        known = len(self._ready) + connecting
         if known >= self._max_peers or not self.first_reads.has_room():
             return
         self._handshakes.request_ahead(key)
-        if key in self._handshakes:
+        if key in self._handshakes.wanted:
             self._asked_s.setdefault(key, now_s)
 
     def step(self, now_s: float, in_use: Collection[PeerKey]) -> bool:
@@ -293,15 +296,18 @@ class PeerRegistry:
         for key in in_use:
             if key in self._ready:
                 self._used(key, now_s)
-        for key, result in self._handshakes.arrivals():
-            self._arrived(key, result, now_s, in_use)
-            has_changed = True
-        for first_read, error in self.first_reads.step(now_s):
-            if error is None:
-                self._connected(first_read, now_s)
-            else:
-                self._failed(first_read.peer.key, error, now_s)
-            has_changed = True
+        # The thread turns thousands of times for each contact: without one nothing is asked.
+        if self._handshakes.wanted:
+            for key, result in self._handshakes.arrivals():
+                self._arrived(key, result, now_s, in_use)
+                has_changed = True
+        if self.first_reads.under_way or self.first_reads.given_up:
+            for first_read, error in self.first_reads.step(now_s):
+                if error is None:
+                    self._connected(first_read, now_s)
+                else:
+                    self._failed(first_read.peer.key, error, now_s)
+                has_changed = True
         if self._static and now_s >= self._static_check_s:
             self._static_check_s = now_s + _STATIC_CHECK_S
             for key in self._static.values():
@@ -310,7 +316,8 @@ class PeerRegistry:
             self._exits_checked_s = now_s
             has_changed |= self._lose_exited(now_s)
         self._retire_unused(now_s, in_use)
-        self._disconnect_retired(in_use)
+        if self._retired:
+            self._disconnect_retired(in_use)
         return has_changed
 
     def pause(self) -> None:

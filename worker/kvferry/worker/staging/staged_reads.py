@@ -206,7 +206,7 @@ class StagedReads:
         )
         if wave is None:
             return False
-        flight = _Flight(wave, self._reader.reads())
+        flight = _Flight(wave, Reads(self._reader))
         # Before anything can raise: the wave must be given back, whatever happens.
         self._flights.append(flight)
         first_chunk, chunks = chunks_in_wave(wave, run_bytes)
