@@ -329,7 +329,7 @@ def connecting(data: bytes) -> None:
     else:
         for route in peer.routes:
             assert (
-                len(route.slots)
+                route.slots.descriptors.count
                 == hostile.workers[route.route.worker].lease_table.slots
             )
         disconnect(both.reader, peer)

@@ -81,23 +81,18 @@ _NO_PAIRS = UnitPairs(np.zeros((0, 4), dtype=np.int64))
 Wanted = Callable[[CacheGroup], bool]
 
 
-def every(_: CacheGroup) -> bool:
-    """All cache groups are wanted."""
-    return True
-
-
 def pair_request(
     plan: TransferPlan,
     local_groups: Sequence[CacheGroup],
     remote_groups: Sequence[CacheGroup],
     request: RequestBlocks,
     *,
-    wanted: Wanted = every,
+    wanted: Wanted | None = None,
 ) -> dict[TokenMap, UnitPairs]:
     """Pair the units of a request for every token map of a plan.
 
     Args:
-        wanted: the cache groups; there are no pairs of the others.
+        wanted: the cache groups; there are no pairs of the others. None for all of them.
 
     Raises:
         InvalidParams: the ids do not cover what is needed, or leave a cache.
@@ -105,7 +100,7 @@ def pair_request(
     pairs: dict[TokenMap, UnitPairs] = {}
     for tokens in plan.token_maps:
         local_group = local_groups[tokens.group]
-        if wanted(local_group):
+        if wanted is None or wanted(local_group):
             remote_group = remote_groups[tokens.group]
             pairs[tokens] = pair_units(tokens, local_group, remote_group, request)
         else:

@@ -186,7 +186,8 @@ class FerryWorker:
                 results.counts["lost_orders"] += 1
             return
         self._watchdog.ordered(decoded.loads)
-        self._watchdog.cancelled(decoded.cancels)
+        if decoded.cancels:
+            self._watchdog.cancelled(decoded.cancels)
         # Here, not on the transfer thread, which may be stuck in a call.
         if decoded.fails:
             with self._results as results:

@@ -98,7 +98,9 @@ class EntryBuffer:
             return None
         if peer is not None:
             self._held[peer] += count
-        return tuple(self._free.pop() for _ in range(count))
+        taken = tuple(reversed(self._free[-count:]))
+        del self._free[-count:]
+        return taken
 
     def give_back(self, entries: tuple[int, ...], peer: str | None = None) -> None:
         """Return entries that no read can write any more, and that were taken for `peer`."""
@@ -158,13 +160,14 @@ class RemoteEntries:
     descriptors: RemoteDescriptors
     mapped: NDArray[Any] | None
 
-    def __len__(self) -> int:
-        return self.descriptors.count
-
 
 def entries_needed(sources: Sequence[RemoteEntries], wanted: int) -> int:
     """How many entries of this worker such a read needs: none of those that are mapped."""
-    return wanted * sum(source.mapped is None for source in sources)
+    needed = 0
+    for source in sources:
+        if source.mapped is None:
+            needed += wanted
+    return needed
 
 
 def mapped_words(

@@ -687,7 +687,8 @@ class NixlFabric:
             ) from error
         notifications: list[tuple[str, bytes]] = []
         for sender, messages in arrived.items():
-            notifications += [(sender, message) for message in messages]
+            for message in messages:
+                notifications.append((sender, message))
         return notifications
 
     def open_handles(self) -> OpenHandles:

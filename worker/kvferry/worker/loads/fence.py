@@ -104,9 +104,7 @@ class LeaseReads:
         Raises:
             FabricError: a read failed.
         """
-        return (
-            yield from self._pairs([route.slots for route in peer.routes], self._slot)
-        )
+        return (yield from self._pairs(peer.slots, self._slot))
 
     def headers(
         self, peer_rows: Sequence[PreparedRows], row: int
@@ -163,7 +161,10 @@ class LeaseReads:
         wanted = np.array([index], dtype=np.int32)
         read = EntryRead(sources, wanted, self._slot_reads, self.entries)
         yield from self._finish(read)
-        return tuple((state, progress) for state, progress in read.values()[0].tolist())
+        words_read: list[tuple[int, int]] = []
+        for state, progress in read.values()[0].tolist():
+            words_read.append((state, progress))
+        return tuple(words_read)
 
     def _take(
         self, buffer: EntryBuffer, count: int
@@ -234,8 +235,9 @@ class LeaseFence:
         may_be_unopened = True
         words = yield from self.read_slot(peer)
         while not self.is_ready(words):
+            ready = slot_word(self.epoch, SlotState.READY)
             computing = slot_word(self.epoch, SlotState.COMPUTING)
-            is_open = all(state in (self._ready, computing) for state, _ in words)
+            is_open = all(state in (ready, computing) for state, _ in words)
             if is_open:
                 # It was open: from now on any other word says that the lease has ended.
                 may_be_unopened = False
@@ -262,7 +264,7 @@ class LeaseFence:
 
     def is_ready(self, words: SlotWords) -> bool:
         """Whether every producer worker says READY under the epoch of this load."""
-        ready = self._ready
+        ready = slot_word(self.epoch, SlotState.READY)
         return all(state == ready for state, _ in words)
 
     def read_slot(self, peer: Peer) -> Generator[None, None, SlotWords]:
@@ -275,7 +277,7 @@ class LeaseFence:
         self.read_s = time.monotonic()
         words = yield from self._lease_reads.slots(peer)
         # The words lie in a file, and stay as they are when the process dies. Mapped memory of a device need not.
-        if peer.may_be_freed():
+        if peer.mapped_routes and peer.may_be_freed():
             raise PeerLost("read a slot", "its process has ended", str(peer.key))
         return words
 
@@ -302,7 +304,3 @@ class LeaseFence:
         if wait.words != words:
             self._progress.changes += 1
         return wait.words
-
-    @property
-    def _ready(self) -> int:
-        return slot_word(self.epoch, SlotState.READY)

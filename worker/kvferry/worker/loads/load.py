@@ -273,10 +273,10 @@ class Load:
             raise LoadFailed(FailureReason.PARAMS, text)
         # NIXL would refuse the index too, but its error names no field of the params.
         slot = source.kvferry.lease_slot
-        if any(slot >= len(route.slots) for route in peer.routes):
-            raise LoadFailed(
-                FailureReason.PARAMS, f"lease_slot is {slot}; the producer has fewer"
-            )
+        for slots in peer.slots:
+            if slot >= slots.descriptors.count:
+                text = f"lease_slot is {slot}; the producer has fewer"
+                raise LoadFailed(FailureReason.PARAMS, text)
 
     def _zero_tail(self, units: Units) -> None:
         """Begin to zero what the blocks hold beside the request."""

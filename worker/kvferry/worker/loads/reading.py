@@ -11,10 +11,10 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from kvferry.plan.blocks import RequestBlocks, UnitPairs, Wanted, every, pair_request
+from kvferry.plan.blocks import RequestBlocks, UnitPairs, Wanted, pair_request
 from kvferry.plan.descriptors import descriptor_pairs
 from kvferry.plan.tokens import TokenMap
-from kvferry.plan.waves import source_units
+from kvferry.plan.waves import SourceUnits, source_units
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.orders import FailureReason, LoadOrder
@@ -33,7 +33,7 @@ from kvferry.worker.peers.peer import Peer
 from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.wave_table import WaveTable
-from kvferry.worker.staging.buffer import Staging
+from kvferry.worker.staging.buffer import PreparedSource, Staging
 from kvferry.worker.staging.pool import Wave
 from kvferry.worker.staging.staged_reads import StagedReads
 
@@ -191,8 +191,10 @@ class DataReads:
             # Direct reads are posted first, and are under way while the staged ones go wave by wave.
             transfers = self._post(peer, units)
             self._end_stage(Stage.POSTING, Stage.READING)
-            yield from self._mapped.steps(peer.mapped_routes, units)
-            yield from self._read_staged(peer, units)
+            if peer.mapped_routes:
+                yield from self._mapped.steps(peer.mapped_routes, units)
+            if peer.sources:
+                yield from self._read_staged(peer, units)
             yield from self._finish(transfers)
         finally:
             peer.data_reads.leave()
@@ -225,16 +227,12 @@ class DataReads:
     def _read_staged(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
         """Read the sources that the plan stages, wave by wave."""
         staging = self._context.staging
-        sources = [
-            (
-                source,
-                source_units(source.table.source, units[source.table.source.tokens]),
-            )
-            for route in peer.routes
-            for source in route.sources
-        ]
-        if not sources or staging is None:
+        if staging is None:
             return
+        sources: list[tuple[PreparedSource, SourceUnits]] = []
+        for source in peer.sources:
+            staged = source.table.source
+            sources.append((source, source_units(staged, units[staged.tokens])))
         # With the boot: what an engine's former life has left in quarantine is not this one's share of the pool.
         peer_name = f"{peer.key}/{peer.key.boot}"
         self._staged = StagedReads(
@@ -294,7 +292,7 @@ class LoadParts:
     progress: Progress
 
     def pair_units(
-        self, peer: Peer, blocks: RequestBlocks, wanted: Wanted = every
+        self, peer: Peer, blocks: RequestBlocks, wanted: Wanted | None = None
     ) -> Units:
         """The units of these blocks on both sides.
 

@@ -399,7 +399,7 @@ class SlotWatch:
     def _begin(self, watched: _WatchedPeer, now_s: float) -> None:
         """Post a poll, unless there are too few entries now."""
         batch = watched.next_batch()
-        sources = [route.slots for route in watched.peer.routes]
+        sources = watched.peer.slots
         # The words of a process that has died never change, and if it is mapped no read over the fabric would tell.
         if watched.peer.has_exited():
             raise PeerLost("poll slots", "its process has ended", str(watched.peer.key))

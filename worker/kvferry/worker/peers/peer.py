@@ -150,6 +150,8 @@ class Peer:
         why_not_mapped: why a worker's memory is not mapped; None if all of it is.
         why_slow: why reads from a worker on this host are slow, and what helps; None if they need not be.
         data_reads: of all loads from it.
+        slots: the lease table of each route.
+        sources: what is read through the staging pool, of all routes.
         mapped_routes: the producer workers whose memory is mapped.
     """
 
@@ -161,12 +163,22 @@ class Peer:
     why_not_mapped: str | None = None
     why_slow: str | None = None
     data_reads: ReadQueue = field(default_factory=ReadQueue)
+    slots: tuple[RemoteEntries, ...] = field(init=False)
+    sources: tuple[PreparedSource, ...] = field(init=False)
     mapped_routes: tuple[MappedRoute, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        mapped = (route.mapped for route in self.routes)
-        mapped_routes = tuple(each for each in mapped if each is not None)
-        object.__setattr__(self, "mapped_routes", mapped_routes)
+        # Once for the peer: each of its loads asks for all three.
+        sources: list[PreparedSource] = []
+        mapped_routes: list[MappedRoute] = []
+        for route in self.routes:
+            sources += route.sources
+            if route.mapped is not None:
+                mapped_routes.append(route.mapped)
+        slots = tuple(route.slots for route in self.routes)
+        object.__setattr__(self, "slots", slots)
+        object.__setattr__(self, "sources", tuple(sources))
+        object.__setattr__(self, "mapped_routes", tuple(mapped_routes))
 
     def has_exited(self) -> bool:
         """Whether the process of a mapped worker has ended. Of the others NIXL tells, at the next read."""
