@@ -18,7 +18,7 @@ from kvferry.protocol.handshake import (
 from kvferry.worker.fabric.entries import SlotReads
 from kvferry.worker.fabric.port import MemoryKind, Region
 from kvferry.worker.fabric.reads import FabricReader
-from kvferry.worker.peers.first_reads import FirstReads
+from kvferry.worker.peers.first_contact import FirstReads
 from kvferry.worker.peers.handshakes import HandshakeResult, OnHandshakeEnd
 from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable

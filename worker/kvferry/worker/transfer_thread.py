@@ -48,8 +48,7 @@ from kvferry.worker.loads.reading import LoadContext
 from kvferry.worker.loads.results import ResultBox, WorkerGauges
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.tail_zeroing import TailZeroing
-from kvferry.worker.peers.first_contact import FirstContact
-from kvferry.worker.peers.first_reads import FirstReads
+from kvferry.worker.peers.first_contact import FirstContact, FirstReads
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.registry import PeerRegistry
 from kvferry.worker.registration import WithdrawalRefused

@@ -25,7 +25,7 @@ from kvferry.link import limits
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InputError, KvferryError, PeerRefused
 from kvferry.protocol.orders import FailureReason
-from kvferry.worker.peers.first_reads import FirstRead, FirstReads
+from kvferry.worker.peers.first_contact import FirstRead, FirstReads
 from kvferry.worker.peers.handshakes import (
     BeginHandshake,
     HandshakeResult,
