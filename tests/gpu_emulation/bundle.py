@@ -26,6 +26,7 @@ from typing import Any
 from tests.gpu_emulation import build
 
 _TORCH = (
+    "cuda",
     "functorch",
     "nvidia",
     "torch",
@@ -110,7 +111,7 @@ def make_machine(folder: Path, present: Sequence[str]) -> Path:
     ).lstrip("/")
     for source in emulated.iterdir():
         if source.name in _TORCH or source.name.startswith(
-            ("torch-", "torchvision-", "triton-")
+            ("torch-", "torchvision-", "triton-", "cuda_")
         ):
             (packages / source.name).symlink_to(source)
     for name in present:
