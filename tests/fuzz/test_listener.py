@@ -20,7 +20,7 @@ from kvferry.link import limits
 from kvferry.link.counters import Counters
 from kvferry.link.guarded_socket import MAX_UNFINISHED_BYTES
 from kvferry.link.limits import MAX_WAITING_LEASES
-from kvferry.link.server import SideChannelListener
+from kvferry.link.server import NoPrefixes, SideChannelListener
 from kvferry.protocol.handshake import (
     MAX_RENEWALS,
     MAX_REQUEST_BYTES,
@@ -30,7 +30,13 @@ from kvferry.protocol.handshake import (
     Renew,
     encode,
 )
-from kvferry.protocol.queries import PromptQuery, Subscribe, Unsubscribe
+from kvferry.protocol.queries import (
+    FindPrefixes,
+    PrefixQuery,
+    PromptQuery,
+    Subscribe,
+    Unsubscribe,
+)
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from tests.draws import draws
 from tests.fuzz.test_targets import hostile_bytes
@@ -43,6 +49,7 @@ from tests.waiting import wait_until
 _COUNTED = ("bad_frames", "handshakes_served", "dropped_messages")
 _PART_BYTES = 200 << 10
 QUESTION = PromptQuery(number=1, key="cmpl-1", num_tokens=5, digest="0" * 32)
+PREFIX_QUERY = PrefixQuery(number=1, chain=bytes(16))
 
 
 def resident_bytes() -> int:
@@ -85,10 +92,12 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
 
             return keep
 
-        for name in ("subscribe", "unsubscribe"):
-            monkeypatch.setattr(
-                PromptDirectory, name, kept_by(getattr(PromptDirectory, name))
-            )
+        for owner, name in (
+            (PromptDirectory, "subscribe"),
+            (PromptDirectory, "unsubscribe"),
+            (NoPrefixes, "find"),
+        ):
+            monkeypatch.setattr(owner, name, kept_by(getattr(owner, name)))
 
         def counted() -> int:
             return sum(counters.total(name) for name in _COUNTED) + len(kept)
@@ -102,6 +111,7 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
             [
                 [b"", encode(Subscribe(client_id="c", queries=(QUESTION,)))],
                 [b"", encode(Unsubscribe(client_id="c", numbers=(1,)))],
+                [b"", encode(FindPrefixes(client_id="c", queries=(PREFIX_QUERY,)))],
             ]
         )
         def fuzz(messages: list[list[bytes]]) -> None:
