@@ -369,8 +369,10 @@ def _address_of(source: RemotePrefill) -> Producer:
     return source.remote_host, source.remote_port
 
 
-BLOCKS_AT_ONCE = 256
-"""Most references that are taken in one step: some 0.12 ms, mostly to fetch the blocks' objects from memory."""
+BLOCKS_AT_ONCE = 128
+"""Most references that are taken in one step: some 0.1 ms, mostly to fetch the blocks' objects from memory.
+Fewer make the ticket of a long prefix later, by a step of the engine for each part; with 256 the 99th percentile of
+what a question adds to a step was 0.4 ms (`bench.prefix_step`)."""
 SHARE = 4
 """Prefixes may keep 1/4 of the blocks and of the slots."""
 RESERVED = 8

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.requests import ProducerLease
 
-RETURNED_AT_ONCE = 256
+RETURNED_AT_ONCE = 128
 """Most blocks that are given back in one step, some 0.1 ms, while no request waits for them."""
 
 
