@@ -27,10 +27,10 @@ from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 
 MOST_FILES = 60
-MOST_FUNCTIONS = 490
+MOST_FUNCTIONS = 498
 MOST_CALLS_BETWEEN_FILES = 148
-"""What is there: eight functions are run by all of the handovers or not, as the machine is busy. One that grows says
-why in its commit."""
+"""What is there. Of the functions 489 to 492 were counted: some eight are run by all of the handovers or not, as the
+machine is busy, and the limit leaves room for them. One that grows says why in its commit."""
 WARM_UP = 2
 COUNTED = 40
 TRANSFER_THREAD = "kvferry-transfer"
