@@ -94,7 +94,8 @@ def test_a_killed_decoder_comes_back_to_the_same_producer(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     """Of one policy: none of its loads fails. A decoder with the other one is killed below, with a producer."""
-    producer, consumer = fleet.producers[RECOMPUTE], fleet.consumers[RECOMPUTE]
+    producer = fleet.producers[RECOMPUTE]
+    consumer = fleet.consumers[RECOMPUTE]
     name = "decoder"
     outages: list[Outage] = []
     with (

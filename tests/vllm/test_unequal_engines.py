@@ -123,7 +123,8 @@ def test_blocks_of_another_size_are_filled(logs: Path) -> None:
     direct = replace(staged, name="direct", extra_config={"staging_pool_bytes": 0})
     with ExitStack() as running:
         engines = start(running, logs, [*producers, staged, direct])
-        sources, targets = engines[:2], engines[2:]
+        sources = engines[:2]
+        targets = engines[2:]
         alone = answers(targets[0])
         for source in sources:
             theirs = source.spec.block_size

@@ -16,10 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.protocol.slots import (
-    EMPTY,
-    PAGE_IDS,
-)
+from kvferry.protocol.slots import EMPTY, PAGE_IDS
 from kvferry.worker.fabric.port import (
     DescriptorRows,
     Fabric,
