@@ -47,6 +47,6 @@ def measure_and_publish(name: str, measure: Callable[[], Results]) -> int:
 def quick_or_whole(
     name: str, about: str | None, quick: str, measure: Callable[[bool], Results]
 ) -> int:
-    """All of a benchmark without options of its own. `measure` is told whether to be quick."""
+    """The whole command of a benchmark without options of its own. `measure` gets True for a quick run."""
     chosen = command(name, about, quick).parse_args()
     return measure_and_publish(name, lambda: measure(chosen.quick))

@@ -440,7 +440,7 @@ class RemotePromptIntake:
         return False
 
     def keep_own(self, entry: EngineRequest, source: RemotePrefill) -> None:
-        """Prefill and decode are on this engine: the lease's blocks are in its prefix cache, nobody else reads them.
+        """Prefill and decode are on this engine: the lease's blocks are in its prefix cache, and no other engine reads.
 
         The lease protects the prefix hit, so it ends when the request has blocks of its own or is over.
         """

@@ -6,7 +6,7 @@
     looked_at   vLLM has looked up what this engine's own cache has: if not enough is missing, it waits no more
     take        sources have answered, or its time is over: it loads what the best one has, or is computed here
 
-A prefix is an offer of nobody's: whatever is wrong with it, the request is served as if it had named no source. Nothing
+A prefix is optional: whatever is wrong with it, the request is served as if it had named no source. Nothing
 is asked where a pull could not pay, by the estimate or by `prefix_pull_min_tokens`.
 
 `PrefixLeases`, for what other engines have found in this engine's prefix cache:
