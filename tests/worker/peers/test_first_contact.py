@@ -19,6 +19,7 @@ from kvferry.protocol.handshake import Refused
 from kvferry.worker.peers.first_contact import FirstContact
 from kvferry.worker.peers.handshakes import HandshakeResult
 from kvferry.worker.peers.peer import PeerKey
+from kvferry.worker.peers.plan_cache import PlanCache
 from kvferry.worker.settings import WorkerSettings
 from tests.link.channel import HOST, ask, listening
 from tests.plan import samples
@@ -129,3 +130,20 @@ def test_a_system_that_gives_no_more_threads_fails_the_contact_and_not_the_next(
         assert "no thread" in str(failed)
         contact.begin(key, ended.put)
         assert isinstance(ended.get(timeout=60), PeerRefused)
+
+
+def test_a_bug_in_the_plan_is_not_taken_for_a_lack_of_threads(
+    contact: FirstContact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(PlanCache, "plan", fail)
+    ended: queue.SimpleQueue[HandshakeResult] = queue.SimpleQueue()
+    description = samples.engine(workers=[samples.worker()])
+    with listening(Counters(), description=description) as (_, port):
+        key = PeerKey(HOST, port, description.engine_id, description.boot)
+        contact.begin(key, ended.put)
+        failed = ended.get(timeout=60)
+    # The registry logs an error that is none of kvferry's with its traceback.
+    assert repr(failed) == "RuntimeError('a bug')"

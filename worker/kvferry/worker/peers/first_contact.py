@@ -355,10 +355,13 @@ class FirstContact:
         )
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._planners, self._plan, key, frame)
+            planning = loop.run_in_executor(self._planners, self._plan, key, frame)
         except RuntimeError as error:
             self._let_go(key)
             raise HandshakeFailed(f"no thread to plan the transfer: {error}") from None
+        # By itself: a RuntimeError of the plan is a bug, and is shown as one.
+        try:
+            return await planning
         except BaseException:
             self._let_go(key)
             raise
