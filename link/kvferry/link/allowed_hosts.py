@@ -177,6 +177,7 @@ class AllowedHosts:
         return self.this_host and is_this_host(address)
 
 
+# The network lists link-local addresses too, which `any_host` alone leaves out.
 ANY_HOST = AllowedHosts(networks=(ipaddress.IPv4Network("0.0.0.0/0"),), any_host=True)
 """For commands: whoever runs one names the host."""
 

@@ -18,7 +18,11 @@ LONGEST_TURN_S = 0.25
 
 
 def heartbeat_s(lease_s: float) -> float:
-    """The interval of renewals of a lease that lives for `lease_s` without them. Both ends of it must mean the same."""
+    """The interval of renewals of a lease that lives for `lease_s` without them.
+
+    Both engines compute it from the same `lease_s`: the consumer renews at this interval, and the producer's clock
+    counts a pause of its own as one such interval.
+    """
     return lease_s / limits.HEARTBEATS_PER_LEASE
 
 

@@ -21,7 +21,20 @@ from dataclasses import dataclass, field
 
 from kvferry.protocol.errors import InvalidSecretFile
 
+VARIABLE = "KVFERRY_SECRET_FILE"
+MAKE_ONE = "openssl rand -hex 32"
+
 KEY_BYTES = 32
+MIN_SECRET_BYTES = 32
+MAX_SECRET_BYTES = 512
+MAX_SECRETS = 8
+MAX_FILE_BYTES = 16 << 10
+
+_SALT = b"kvferry side channel 1"
+# 32 random bytes have fewer different values than this once in 10²⁰ files: a secret below it is not random.
+_FEWEST_VALUES = 12
+
+_HEX = re.compile(r"[0-9A-Fa-f]+")
 
 
 def derive_key(secret: bytes, *, salt: bytes, label: bytes) -> bytes:
@@ -35,21 +48,6 @@ def derive_key(secret: bytes, *, salt: bytes, label: bytes) -> bytes:
     extracted = hmac.new(salt or bytes(KEY_BYTES), secret, hashlib.sha256).digest()
     # The first block of RFC 5869's `T(1) | T(2) | …`, which is as long as the key.
     return hmac.new(extracted, label + b"\x01", hashlib.sha256).digest()
-
-
-VARIABLE = "KVFERRY_SECRET_FILE"
-MAKE_ONE = "openssl rand -hex 32"
-
-MIN_SECRET_BYTES = 32
-MAX_SECRET_BYTES = 512
-MAX_SECRETS = 8
-MAX_FILE_BYTES = 16 << 10
-
-_SALT = b"kvferry side channel 1"
-# 32 random bytes have fewer different values than this once in 10²⁰ files: a secret below it is not random.
-_FEWEST_VALUES = 12
-
-_HEX = re.compile(r"[0-9A-Fa-f]+")
 
 
 @dataclass(frozen=True, slots=True)

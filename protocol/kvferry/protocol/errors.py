@@ -17,11 +17,15 @@
     │   └── NothingListens    … because its port is closed, or its host cannot be reached
     ├── PlanRefused           the two engines cannot be paired (`kvferry.plan`)
     ├── AttentionRefused      attention backends cannot be context parallel (`kvferry.connector.context_parallel`)
-    ├── FabricError           NIXL (`kvferry.worker.fabric.port`)
+    ├── FabricError           NIXL (`kvferry.worker.fabric.errors`)
+    ├── LoadFailed            the blocks of a load must not be used (`kvferry.worker.loads.state`)
+    ├── NotMappable           memory of another process cannot be mapped (`kvferry.worker.peer_memory`)
+    ├── WithdrawalRefused     an engine cannot fall asleep now (`kvferry.worker.registration`)
     └── LocalProtocolError    this process did something that its own state machine forbids: a bug in kvferry
 
 An `InputError` names the field, the value and what was expected. It never stops a running engine: its handler counts
-it, logs it once and goes on without a transfer. Only `InvalidConfig` stops an engine, at its start.
+it, logs it once and goes on without a transfer. Only `InvalidConfig` stops an engine, at its start. Commands have
+`InputError`s of their own (`kvferry.cli.arguments`).
 """
 
 from __future__ import annotations

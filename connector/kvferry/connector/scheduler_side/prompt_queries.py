@@ -277,15 +277,16 @@ class PromptQueries:
                 wait_s=wait_s,
             )
             if search is not None:
-                yield self._left(search)
+                self._stop_waiting(search)
+                yield search
         for search in islice(searches.give_up(now_s), MOST_AT_ONCE):
-            yield self._left(search)
+            self._stop_waiting(search)
+            yield search
 
-    def _left(self, search: PrefixSearch) -> PrefixSearch:
+    def _stop_waiting(self, search: PrefixSearch) -> None:
         entry = self._requests.find(search.request_id)
         if entry is not None:
             self._parking.leave(entry)
-        return search
 
     def _settled(self, query: PendingQuery, answer: Answer | None) -> Settled:
         entry = self._requests.find(query.request_id)

@@ -65,13 +65,16 @@ class SchedulerSide:
 
     Attributes:
         requests: that this engine has.
+        tracing: None if nothing is recorded, as in most engines.
         leases, loads: the two ledgers.
         blocks: the engine's, once vLLM has bound its KV cache manager.
         queries: for prompts whose producers must be asked.
+        intake: decides how a request is served, when it arrives.
         pulls: prefixes of other engines: whom to ask for them, and what to load.
         tickets: for prompts and turns of this engine.
         prefix_cache: what other engines may find in it, once vLLM has bound its KV cache manager.
         prefix_leases: of what they have found.
+        demand: the blocks that requests lack.
         eviction: ends held leases when blocks are needed, and whether blocks are coming (`is_coming`).
         steps: when the engine steps, waits and wakes.
         monitor: the metrics.

@@ -13,6 +13,7 @@ Nothing else in this package imports `vllm.v1` at run time or reads a private at
 | `scheduler.py` | the tokens of a prompt whose last ones are left out | such a prompt is computed twice |
 | `scheduler.py` | a request's count of cached tokens | with both legs at once, usage is the decoder's |
 | `scheduler.py` | the number of blocks that a request lacks | leases are not evicted |
+| `prefix_cache.py` | look-ups in the prefix cache, hashes of its blocks | no other engine reads prefixes from here |
 | `core.py` | the engine's loop (`EngineLoop`) | an idle engine is not woken, and no pause is seen |
 | `core.py` | the weights' version, calls that change them | updated ones are taken for those of the start |
 | `core.py` | resets of the prefix cache that preempt requests (`CacheResets`) | they fail while blocks are leased |

@@ -181,7 +181,7 @@ class ConsumerLedger:
         return None
 
     def decline(self, source: RemotePrefill) -> None:
-        """The request of these params was never created: release the lease, unless a request holds or held it."""
+        """Nothing is loaded with these params: release their lease, unless a request holds or held it."""
         if not self.knows(source):
             self._end_claim(ReleaseLease(RemoteLease.from_params(source)))
 

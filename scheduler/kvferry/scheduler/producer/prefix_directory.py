@@ -121,11 +121,13 @@ class QueriedPrefix:
     Attributes:
         claimant: whose query it is.
         peer: the routing id of the client's connection.
+        proven: the part of its chain that is listed here.
         whole: what tells the query from another one of its number: the last digest of its chain, the chain's length,
             and the fewest tokens.
         found: what the listener's thread has found last.
         digests: of the tokens in `found`.
         generation: of the engine's cache when it was found.
+        repeated_s: when the client sent the query last, by the directory's clock.
         look_ups: how often it was looked up.
         lease: set by the engine's thread when the blocks are held.
         refusal: why there will be no ticket; set by the engine's thread.
@@ -149,6 +151,7 @@ class QueriedPrefix:
 
     @property
     def min_tokens(self) -> int:
+        """A shorter prefix is of no use to the client."""
         return self.whole[2]
 
 
@@ -351,14 +354,14 @@ class PrefixDirectory:
             return self._refusal(query.number, PrefixRefusal.NO_LEASE)
         cached, digests = found
         queried = QueriedPrefix(
-            claimant,
-            peer,
-            proven,
-            whole,
-            cached,
-            digests,
-            self._indexed_generation,
-            now_s,
+            claimant=claimant,
+            peer=peer,
+            proven=proven,
+            whole=whole,
+            found=cached,
+            digests=digests,
+            generation=self._indexed_generation,
+            repeated_s=now_s,
         )
         self._open[claimant] = queried
         self._want(queried)
@@ -473,7 +476,8 @@ class ListedSequence:
         block_hashes: vLLM's list, which grows, too.
         num_tokens: how many tokens are to be listed, set by the engine's thread.
         generation: of the engine's cache when the request was admitted.
-        chain: the digests that were made so far. Of the listener's thread.
+        chain: the digests that were made so far. Of the listener's thread, as what follows.
+        num_listed: how many tokens are listed.
     """
 
     prompt: Prompt

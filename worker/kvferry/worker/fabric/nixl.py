@@ -64,9 +64,12 @@ PROGRESS_INTERVAL_US = 20_000
 class AgentConfig:
     """How an agent is made.
 
-    backends: NIXL plugins, in order. num_threads: extra threads of the UCX backend, 0 for none (see NIXL).
-    progress_thread: serve peers, and send messages, also while the agent is not called. Without it a message that was
-    sent before the connection stands leaves only while something is polled here (seen: never, on an idle sender).
+    Attributes:
+        backends: NIXL plugins, in order.
+        progress_thread: serve peers, and send messages, also while the agent is not called. Without it a message that
+            was sent before the connection stands leaves only while something is polled here (seen: never, on an idle
+            sender).
+        num_threads: extra threads of the UCX and LIBFABRIC backends, 0 for none (see NIXL).
     """
 
     backends: tuple[str, ...] = ("UCX",)
