@@ -191,21 +191,21 @@ def check_index_pairs(
         )
 
 
-def _is_inside(indices: Indices, count: int) -> bool:
-    # A lease's slot is a single index, read twice for each load: plain integers are faster there.
-    if len(indices) == 1:
-        return 0 <= int(indices[0]) < count
-    # One pass: as unsigned numbers, negative ones are larger than any count.
-    return bool(indices.view(np.uint32).max() < count)
-
-
 def _check_side(side: str, count: int, indices: Indices) -> None:
     if indices.dtype != np.int32 or indices.ndim != 1 or not indices.flags.c_contiguous:
         form = f"{indices.dtype}{list(indices.shape)}"
         raise InvalidFabricRequest(
             "post read", f"{side} indices are {form}; expected a contiguous int32[n]"
         )
-    if len(indices) and not _is_inside(indices, count):
+    if not len(indices):
+        return
+    # A lease's slot is a single index, read twice for each load: plain integers are faster there.
+    if len(indices) == 1:
+        is_inside = 0 <= int(indices[0]) < count
+    else:
+        # One pass: as unsigned numbers, negative ones are larger than any count.
+        is_inside = bool(indices.view(np.uint32).max() < count)
+    if not is_inside:
         outside = indices[(indices < 0) | (indices >= count)]
         raise InvalidFabricRequest(
             "post read", f"{side} index {outside[0]} is outside [0, {count})"
@@ -396,12 +396,15 @@ class NixlPeers:
             return
         entry.removed = True
         self.leaving += 1
-        self._finish_removal(entry)
+        if not entry.in_flight:
+            self._finish_removal(entry)
 
     def ended(self, transfer: NixlTransfer) -> None:
         """A transfer has ended, or was released."""
-        transfer.entry.in_flight.discard(transfer)
-        self._finish_removal(transfer.entry)
+        entry = transfer.entry
+        entry.in_flight.discard(transfer)
+        if entry.removed and not entry.in_flight:
+            self._finish_removal(entry)
 
     def clear(self) -> None:
         """Remove all of them from NIXL, once their transfers have ended."""
@@ -411,9 +414,7 @@ class NixlPeers:
             self._drop(retained)
 
     def _finish_removal(self, entry: NixlPeer) -> None:
-        """End a removed peer's life here, unless reads from it are in flight or it has ended already."""
-        if not entry.removed or entry.in_flight:
-            return
+        """End a removed peer's life here, unless it has ended already."""
         if self._peers.get(entry.name) is not entry:
             return
         del self._peers[entry.name]
@@ -475,7 +476,6 @@ class NixlFabric:
         self._peers = NixlPeers(self._load, self._forget)
         self._registered: list[Any] = []
         self._handles: set[NixlLocal | NixlRemote | NixlTransfer] = set()
-        self._open_transfers = 0
         self.undecodable = 0
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -538,7 +538,9 @@ class NixlFabric:
 
     def prepare_local(self, rows: DescriptorRows) -> LocalDescriptors:
         raw = self._prepare("prepare local", self._nixl.NIXL_INIT_AGENT, rows, None)
-        return self._keep(NixlLocal(raw, rows.count))
+        local = NixlLocal(raw, rows.count)
+        self._handles.add(local)
+        return local
 
     def prepare_remote(
         self, peer: PeerAgent, rows: DescriptorRows
@@ -546,7 +548,9 @@ class NixlFabric:
         self._open("prepare remote")
         entry = self._peers.get("prepare remote", peer)
         raw = self._prepare("prepare remote", peer, rows, peer)
-        return self._keep(NixlRemote(raw, rows.count, entry))
+        remote = NixlRemote(raw, rows.count, entry)
+        self._handles.add(remote)
+        return remote
 
     def post_read(
         self,
@@ -561,7 +565,9 @@ class NixlFabric:
         entry = self._peers.check("post read", source.entry, source.peer)
         check_index_pairs(target, local_indices, source, remote_indices)
         if len(local_indices) == 0:
-            return self._keep(NixlTransfer(None, entry, TransferState.DONE))
+            empty = NixlTransfer(None, entry, TransferState.DONE)
+            self._handles.add(empty)
+            return empty
         try:
             # From prepared lists, because `initialize_xfer` never merges neighbours: 1,000 of
             # 4 KiB took 1,600 µs with it, and about 300 this way (measured).
@@ -585,9 +591,10 @@ class NixlFabric:
         except self._errors.every as error:
             # Parts may have been posted, and releasing them stops nothing. The raised error says
             # so, and `Reads` keeps the memory out of use for a grace.
-            self._release_raw(raw)
+            self._quietly(agent.releaseXferReq, raw)
             raise entry.failure("post read", error, self._errors) from error
-        transfer = self._keep(NixlTransfer(raw, entry, TransferState.IN_FLIGHT))
+        transfer = NixlTransfer(raw, entry, TransferState.IN_FLIGHT)
+        self._handles.add(transfer)
         entry.in_flight.add(transfer)
         try:
             self._advance(transfer, status)
@@ -651,8 +658,8 @@ class NixlFabric:
         if not isinstance(handle, NixlTransfer):
             self._quietly(self._agent.releasedDlistH, handle.raw)
             return
-        self._open_transfers -= 1
-        self._release_raw(handle.raw)
+        if handle.raw is not None:
+            self._quietly(self._agent.releaseXferReq, handle.raw)
         if handle.state is not TransferState.DONE:
             # It may still be under way, so the peer's connection is not kept for another time.
             handle.entry.is_sound = False
@@ -695,9 +702,10 @@ class NixlFabric:
         return notifications
 
     def open_handles(self) -> OpenHandles:
+        transfers = sum(isinstance(handle, NixlTransfer) for handle in self._handles)
         return OpenHandles(
-            transfers=self._open_transfers,
-            prepared=len(self._handles) - self._open_transfers,
+            transfers=transfers,
+            prepared=len(self._handles) - transfers,
             peers=len(self._peers),
             leaving=self._peers.leaving,
         )
@@ -762,12 +770,6 @@ class NixlFabric:
             )
         return handle
 
-    def _keep(self, handle: _Handle) -> _Handle:
-        self._handles.add(handle)
-        if isinstance(handle, NixlTransfer):
-            self._open_transfers += 1
-        return handle
-
     def _prepare(
         self, operation: str, owner: str, rows: DescriptorRows, peer: PeerAgent | None
     ) -> int:
@@ -801,10 +803,6 @@ class NixlFabric:
         transfer.entry.is_sound = False
         self._peers.ended(transfer)
         raise transfer.failure
-
-    def _release_raw(self, raw: int | None) -> None:
-        if raw is not None:
-            self._quietly(self._agent.releaseXferReq, raw)
 
     def _quietly(self, call: Any, argument: object) -> None:
         """Clean up: NIXL's errors, such as those about a dead peer, are logged and not raised."""
