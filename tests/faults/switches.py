@@ -86,8 +86,8 @@ def computing_will_do(check: Function) -> Function:
         try:
             yield from check(fence, peer)
         except LoadFailed:
-            reads = fence._lease_reads
-            words = [int(reads._slot_reads.words[entry]) for entry in reads.entries]
+            reads = fence.lease_reads
+            words = [int(reads.slot_reads.words[entry]) for entry in reads.entries]
             if any(word >> 4 != fence.epoch for word in words):
                 raise
 

@@ -16,7 +16,6 @@ from kvferry.protocol.slots import (
     PAGE_IDS,
     SLOT_BYTES,
 )
-from kvferry.worker.fabric.entries import ID_PAGES
 from kvferry.worker.fabric.port import (
     DescriptorRows,
     Fabric,
@@ -31,6 +30,7 @@ from kvferry.worker.fabric.port import (
     TransferState,
     TransferTelemetry,
 )
+from kvferry.worker.fabric.reads import ID_PAGES
 
 _STOPPED_S = 120.0
 ID_PAGES_ROW = [PAGE_IDS * ID_BYTES, 0, PAGE_IDS * ID_BYTES, ID_PAGES]

@@ -72,7 +72,7 @@ def holding_copies() -> Iterator[None]:
     def made(data: DataReads, context: LoadContext, *parts: Any) -> None:
         make(data, context, *parts)
         if isinstance(context.reader.fabric, GateFabric):
-            gates[data._mapped] = context.reader.fabric
+            gates[data.mapped] = context.reader.fabric
 
     def held_steps(
         reads: MappedReads,

@@ -14,8 +14,8 @@ from kvferry.protocol.slots import (
 )
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device, HostMemory
-from kvferry.worker.fabric.entries import SlotReads
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
+from kvferry.worker.fabric.reads import Address, SlotReads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 
 
@@ -45,15 +45,18 @@ def test_host_memory_is_dram_of_device_0_and_a_gpu_is_named_by_its_ordinal() -> 
     assert (gpu.kind, gpu.device_index) == (MemoryKind.VRAM, 3)
 
 
+PEERS = [("10.0.0.1", 1), ("10.0.0.1", 2), ("10.0.0.2", 1)]
+
+
 @given(
     wishes=st.lists(
-        st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from("abc")), max_size=60
+        st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from(PEERS)), max_size=60
     )
 )
 def test_a_peer_gets_no_entry_that_would_leave_fewer_free_than_it_then_has(
-    wishes: list[tuple[bool, int, str]],
+    wishes: list[tuple[bool, int, Address]],
 ) -> None:
-    slot_reads, owned = SlotReads(32), list[tuple[tuple[int, ...], str]]()
+    slot_reads, owned = SlotReads(32), list[tuple[tuple[int, ...], Address]]()
     for take, number, peer in wishes:
         if take:
             entries = slot_reads.try_take(number, peer)

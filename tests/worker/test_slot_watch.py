@@ -21,10 +21,9 @@ from kvferry.protocol.slots import (
     progress_word,
     slot_word,
 )
-from kvferry.worker.fabric.entries import RemoteEntries, SlotReads
 from kvferry.worker.fabric.errors import PeerLost, TransferFailed
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region
-from kvferry.worker.fabric.reads import FabricReader
+from kvferry.worker.fabric.reads import FabricReader, RemoteEntries, SlotReads
 from kvferry.worker.loads.slot_watch import SlotWatch, Wait
 from kvferry.worker.peers.peer import Peer, PeerKey, PeerRoute
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork

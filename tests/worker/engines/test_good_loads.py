@@ -189,9 +189,13 @@ def test_the_record_of_a_failed_load_has_the_stage_in_which_it_failed(
     ordered = consumer.load(offer.params)
     assert any_rig.until_over(consumer, ordered) is FailureReason.FENCE
     (load,) = consumer.seen.load_records
+    params = offer.params
+    source = PeerKey(
+        params.remote_host, params.remote_port, params.engine_id, params.kvferry.boot
+    )
     assert (load.request_id, load.source, load.reason) == (
         ordered.request_id,
-        PeerKey.from_params(offer.params),
+        source,
         FailureReason.FENCE,
     )
     assert load.stage is Stage.FENCE

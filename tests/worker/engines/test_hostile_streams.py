@@ -21,9 +21,9 @@ from kvferry.protocol.slots import (
     progress_word,
     slot_word,
 )
-from kvferry.worker.fabric.entries import EntryRead
+from kvferry.worker.fabric.reads import EntryRead
 from kvferry.worker.loads import state as load_state
-from kvferry.worker.loads.fence import LeaseReads
+from kvferry.worker.loads.reading import LeaseReads
 from kvferry.worker.loads.slot_watch import SlotWords
 from kvferry.worker.peers.peer import PreparedRows
 from tests.harness.exported import rows_of, slots_of

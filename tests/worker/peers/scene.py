@@ -15,9 +15,8 @@ from kvferry.protocol.handshake import (
     LeaseTableAddress,
     WorkerDescription,
 )
-from kvferry.worker.fabric.entries import SlotReads
 from kvferry.worker.fabric.port import MemoryKind, Region
-from kvferry.worker.fabric.reads import FabricReader
+from kvferry.worker.fabric.reads import FabricReader, SlotReads
 from kvferry.worker.peers.first_contact import FirstReads
 from kvferry.worker.peers.handshakes import HandshakeResult, OnHandshakeEnd
 from kvferry.worker.peers.peer import Peer, PeerKey

@@ -10,9 +10,8 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.worker.fabric.entries import EntriesSnapshot
 from kvferry.worker.fabric.port import OpenHandles
-from kvferry.worker.fabric.reads import FabricReader, Handle
+from kvferry.worker.fabric.reads import EntriesSnapshot, FabricReader, Handle
 from kvferry.worker.leases import LeaseTableSnapshot
 from kvferry.worker.loads.results import LoadRecord, ResultBox, StepResults
 from kvferry.worker.loads.runner import LoadRunner

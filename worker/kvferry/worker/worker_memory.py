@@ -15,8 +15,8 @@ from kvferry.protocol.slots import (
     SLOT_BYTES,
 )
 from kvferry.worker.caches import KvCaches
-from kvferry.worker.fabric.entries import IdPages, SlotReads
 from kvferry.worker.fabric.port import Fabric, MemoryKind, Region
+from kvferry.worker.fabric.reads import IdPages, SlotReads
 from kvferry.worker.leases import LeaseTable, StreamRowTable, bytes_of_rows
 from kvferry.worker.peer_memory.cuda_driver import CudaIpcDriver
 from kvferry.worker.peer_memory.cuda_ipc import OFF_BY_DEFAULT, CudaIpcMemory

@@ -1,4 +1,5 @@
-"""Reads, from their post until they can write nothing more; and the release of handles.
+"""Reads, from their post until they can write nothing more, the entries in which small ones land, and the release of
+handles.
 
 When a read is over for certain:
 
@@ -12,14 +13,25 @@ When a read is over for certain:
 | anything else later | when it says one of the above |
 
 Releasing a read does not stop it (measured), so memory stays out of use until then.
+
+*Entries* are equal pieces of memory: lease slots, the headers of rows, pages of block ids. Of workers that are mapped
+they are loaded here; docs/design.md says why the order of loads is enough. Of the others they are read over the fabric,
+each into an entry of this worker. What a load or a poll does with them is the same.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.protocol.slots import EMPTY, PAGE_IDS
 from kvferry.worker.fabric.errors import (
     FabricClosed,
     FabricError,
@@ -28,10 +40,13 @@ from kvferry.worker.fabric.errors import (
     internal_errors,
 )
 from kvferry.worker.fabric.port import (
+    DescriptorRows,
     Fabric,
     Indices,
     LocalDescriptors,
+    MemoryKind,
     PeerAgent,
+    Region,
     RemoteDescriptors,
     Transfer,
     TransferState,
@@ -107,23 +122,21 @@ class FabricReader:
             self.give_back(handle)
 
 
+@dataclass(slots=True, eq=False)
 class Reads:
     """Reads into memory that belongs to one owner. `settle` returns True once none of them can write to it any more.
 
-    Args:
+    Attributes:
         reader: posts them.
     """
 
-    __slots__ = ("_failed_s", "_posted", "_reader", "_unconfirmed_posts_s")
-
-    def __init__(self, reader: FabricReader) -> None:
-        self._reader = reader
-        self._posted: list[Transfer] = []
-        # When a transfer was first found failed.
-        self._failed_s: dict[Transfer, float] = {}
-        # When a post raised after parts of it may have been posted. There is no handle to poll, so
-        # nothing but the grace ends these.
-        self._unconfirmed_posts_s: list[float] = []
+    reader: FabricReader
+    _posted: list[Transfer] = field(default_factory=list)
+    # When a transfer was first found failed.
+    _failed_s: dict[Transfer, float] = field(default_factory=dict)
+    # When a post raised after parts of it may have been posted. There is no handle to poll, so
+    # nothing but the grace ends these.
+    _unconfirmed_posts_s: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:
         """Transfers that have not been given back."""
@@ -145,7 +158,7 @@ class Reads:
         Raises:
             FabricError: as `Fabric.post_read`.
         """
-        reader = self._reader
+        reader = self.reader
         begun_s = reader.clock()
         try:
             transfer = reader.fabric.post_read(
@@ -170,7 +183,7 @@ class Reads:
             PeerLost: as `Fabric.poll`.
             TransferFailed: as `Fabric.poll`.
         """
-        poll = self._reader.fabric.poll
+        poll = self.reader.fabric.poll
         in_flight = list(transfers)
         while True:
             polled = in_flight
@@ -186,7 +199,7 @@ class Reads:
         """Give back a transfer that `poll` reported as DONE and whose telemetry has been read."""
         self._posted.remove(transfer)
         self._failed_s.pop(transfer, None)
-        self._reader.give_back(transfer)
+        self.reader.give_back(transfer)
 
     def settle(self) -> bool:
         """Give back the transfers that have ended; raises nothing.
@@ -194,7 +207,7 @@ class Reads:
         Returns:
             True if nothing can be written any more.
         """
-        reader = self._reader
+        reader = self.reader
         now_s = reader.clock()
         for transfer in list(self._posted):
             if self._is_over(transfer, now_s):
@@ -211,14 +224,14 @@ class Reads:
     def _is_over(self, transfer: Transfer, now_s: float) -> bool:
         """True if this read can write nothing more."""
         try:
-            return self._reader.fabric.poll(transfer) is TransferState.DONE
+            return self.reader.fabric.poll(transfer) is TransferState.DONE
         except PeerLost:
             return True
         except FabricError:
             failed_s = self._failed_s.setdefault(transfer, now_s)
-            if now_s < failed_s + self._reader.grace_s:
+            if now_s < failed_s + self.reader.grace_s:
                 return False
-            self._reader.graces_over += 1
+            self.reader.graces_over += 1
             return True
         except Exception:  # noqa: BLE001 - shown, with its traceback
             # Memory that is out of use for ever is the lesser harm: a wrong "over" would let a read
@@ -227,3 +240,237 @@ class Reads:
                 "a transfer's state is unknown; its memory stays out of use"
             )
             return False
+
+
+@dataclass(slots=True)
+class ReadQueue:
+    """The data reads of one peer, which share its link.
+
+    NIXL shows nothing of a read that is under way. What was posted first may well end first, so a read progresses
+    while those end that were posted before it. Those after it do not count: if a read were lost, a busy peer would
+    keep its load waiting for ever.
+
+    Attributes:
+        under_way: loads that read data from it now.
+        ended: those that have ended, well or badly.
+    """
+
+    under_way: int = 0
+    ended: int = 0
+
+    @property
+    def turn(self) -> int:
+        """What `ended` will be at least when all that is under way now has ended."""
+        return self.ended + self.under_way
+
+    def enter(self) -> int:
+        """A load begins to read data. Returns its turn: what `ended` is when those before it have ended."""
+        turn = self.turn
+        self.under_way += 1
+        return turn
+
+    def leave(self) -> None:
+        """A load has ended to read data, well or badly."""
+        self.under_way -= 1
+        self.ended += 1
+
+
+@dataclass(frozen=True, slots=True)
+class EntriesSnapshot:
+    """Attributes:
+    count: of all entries.
+    free: those that nobody has taken.
+    """
+
+    count: int
+    free: tuple[int, ...]
+
+    @property
+    def taken(self) -> int:
+        return self.count - len(self.free)
+
+
+Address: TypeAlias = tuple[str, int]
+"""Where an engine listens: its host and port. Its boots share what one peer may take."""
+
+
+class EntryBuffer:
+    """Memory in equal entries. An entry belongs to one reader until it is given back.
+
+    Attributes:
+        memory: `[entries, numbers of an entry]`.
+        given_back: how often entries were given back.
+        descriptors: of all entries, once `prepare` has made them: descriptor `i` is entry `i`.
+    """
+
+    descriptors: LocalDescriptors
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory = memory
+        self.given_back = 0
+        # A stack, the lowest entry on top.
+        self._free = list(range(len(memory) - 1, -1, -1))
+        self._held: Counter[Address] = Counter()
+
+    def region(self) -> Region:
+        """The memory to register."""
+        return Region(int(self.memory.ctypes.data), self.memory.nbytes, MemoryKind.DRAM)
+
+    def prepare(self, fabric: Fabric) -> None:
+        """Make the descriptors, once the region is registered."""
+        entries = len(self.memory)
+        entry_bytes = self.memory.nbytes // entries
+        row = (int(self.memory.ctypes.data), entry_bytes, 0, entry_bytes, entries)
+        self.descriptors = fabric.prepare_local(
+            DescriptorRows.from_tuples(MemoryKind.DRAM, [row])
+        )
+
+    def try_take(
+        self, count: int, peer: Address | None = None
+    ) -> tuple[int, ...] | None:
+        """`count` entries, or None when there are not as many.
+
+        Args:
+            peer: the peer to be read from, for its share; None for no peer's, which may be all.
+        """
+        # Whoever needs none waits for none, however many the peer holds.
+        if not count:
+            return ()
+        must_stay_free = 0
+        if peer is not None:
+            # Reads of a peer that stands still keep their entries until it goes on. So a peer gets
+            # no entry that would leave fewer free than it then has: whatever peers stand still,
+            # there are some for the next one.
+            must_stay_free = self._held[peer] + count
+        if len(self._free) - count < must_stay_free:
+            return None
+        if peer is not None:
+            self._held[peer] += count
+        taken = tuple(reversed(self._free[-count:]))
+        del self._free[-count:]
+        return taken
+
+    def give_back(self, entries: tuple[int, ...], peer: Address | None = None) -> None:
+        """Return entries that no read can write any more, and that were taken for `peer`."""
+        if not entries:
+            return
+        self.given_back += 1
+        self._free.extend(entries)
+        if peer is None:
+            return
+        self._held[peer] -= len(entries)
+        # Peers come and go under new names for as long as the worker lives.
+        if self._held[peer] == 0:
+            del self._held[peer]
+
+    def free(self) -> int:
+        """Number of free entries."""
+        return len(self._free)
+
+    def snapshot(self) -> EntriesSnapshot:
+        return EntriesSnapshot(len(self.memory), tuple(self._free))
+
+
+class SlotReads(EntryBuffer):
+    """Where slots and the headers of rows land, of two words each.
+
+    Attributes:
+        words: uint64 `[entries]`, the first word of each entry: a slot's epoch and state.
+        progress: uint64 `[entries]`, the second word.
+    """
+
+    def __init__(self, entries: int) -> None:
+        # The word of a slot without a lease: an entry that no read has written yet grants nothing.
+        super().__init__(np.full((entries, 2), EMPTY, dtype=np.uint64))
+        self.words = self.memory[:, 0]
+        self.progress = self.memory[:, 1]
+
+
+ID_PAGES = 256
+
+
+class IdPages(EntryBuffer):
+    """Where pages of a row's block ids land: uint32 `[ID_PAGES, PAGE_IDS]`."""
+
+    def __init__(self) -> None:
+        super().__init__(np.zeros((ID_PAGES, PAGE_IDS), dtype=np.uint32))
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEntries:
+    """Equal entries in a producer worker's memory.
+
+    Attributes:
+        descriptors: descriptor `i` is entry `i`.
+        mapped: the same memory as an array `[entries, numbers of an entry]`; None where it is not mapped.
+    """
+
+    descriptors: RemoteDescriptors
+    mapped: NDArray[Any] | None
+
+
+def entries_needed(sources: Sequence[RemoteEntries], wanted: int) -> int:
+    """How many entries of this worker such a read needs: none of those that are mapped."""
+    needed = 0
+    for source in sources:
+        if source.mapped is None:
+            needed += wanted
+    return needed
+
+
+@dataclass(slots=True, eq=False)
+class EntryRead:
+    """A read of the same entries of every worker of a producer.
+
+    Attributes:
+        wanted: the entries, the same of each source.
+        buffer: that `entries` belong to.
+        entries: where they are read to, `entries_needed` of them: all of the first source that is read, then those of
+            the next one.
+        transfers: the reads over the fabric.
+    """
+
+    sources: Sequence[RemoteEntries]
+    wanted: Indices
+    buffer: EntryBuffer
+    entries: tuple[int, ...]
+    transfers: list[Transfer] = field(default_factory=list)
+
+    def post(self, reads: Reads) -> None:
+        """Begin it; `reads` settles it.
+
+        Raises:
+            FabricError: the fabric refuses one. Those before it are in `transfers`.
+        """
+        # All of it is mapped: nothing is to be done before the values are loaded.
+        if not self.entries:
+            return
+        entries = np.array(self.entries, dtype=np.int32)
+        # No lease has this word: an entry that no read has written is never taken for READY.
+        self.buffer.memory[entries] = EMPTY
+        count = len(self.wanted)
+        first = 0
+        for source in self.sources:
+            if source.mapped is not None:
+                continue
+            into = entries[first : first + count]
+            first += count
+            transfer = reads.post(
+                self.buffer.descriptors, into, source.descriptors, self.wanted
+            )
+            self.transfers.append(transfer)
+
+    def values(self) -> NDArray[Any]:
+        """What was read, `[wanted, sources, numbers of an entry]`; a copy. Call it when the transfers have ended."""
+        count = len(self.wanted)
+        first = 0
+        columns: list[NDArray[Any]] = []
+        for source in self.sources:
+            if source.mapped is not None:
+                columns.append(source.mapped[self.wanted])
+                continue
+            columns.append(
+                self.buffer.memory[list(self.entries[first : first + count])]
+            )
+            first += count
+        return np.stack(columns, axis=1)

@@ -17,18 +17,20 @@ from collections.abc import Generator, Hashable
 from dataclasses import dataclass, field
 
 from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.ids import epoch_to_text
+from kvferry.protocol.ids import epoch_from_text, epoch_to_text
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.params import check_params_mac
 from kvferry.protocol.slots import Done, encode_notification
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.reads import Reads
-from kvferry.worker.loads.fence import LeaseFence, LeaseReads
 from kvferry.worker.loads.reading import (
     DataReads,
+    LeaseFence,
+    LeaseReads,
     LoadContext,
     LoadParts,
+    MappedReads,
     Reading,
     Units,
     WholeRead,
@@ -96,13 +98,18 @@ class Load:
             self.reads,
             context.slot_reads,
             context.id_pages,
-            slot=source.kvferry.lease_slot,
-            peer=str(self.record.source),
+            peer=(source.remote_host, source.remote_port),
         )
         self.fence = LeaseFence(
-            source, self.lease_reads, self._progress, self.record.ordered_s
+            source,
+            self.lease_reads,
+            self._progress,
+            epoch=epoch_from_text(source.kvferry.lease_epoch),
+            opens_until_s=self.record.ordered_s + source.kvferry.opens_within_s,
         )
-        self.data = DataReads(context, self.reads, self.record, self._progress)
+        self.data = DataReads(
+            context, self.reads, self.record, self._progress, MappedReads(self.record)
+        )
         parts = LoadParts(
             order=self.order,
             groups=context.groups,
@@ -169,13 +176,12 @@ class Load:
         """The steps of the load, from connecting to the last byte.
 
         Raises:
-            LoadFailed: the blocks must not be used.
+            LoadFailed, InvalidParams: the blocks must not be used.
             FabricError: the fabric failed; the peer may be lost.
         """
         record = self.record
         record.go_on(Stage.CONNECTING, time.monotonic())
         self.peer = yield from self._connect_peer()
-        self._check_params(self.peer)
         self.reading.prepare(self.peer)
         # vLLM may give blocks to this request while the device still writes them for their last owner (drafters, and
         # the writes of aligned states): a read that came earlier would be overwritten.
@@ -229,7 +235,7 @@ class Load:
                 # answer to the message. This read absorbs the wait, which would cost the next load 0.2 ms (measured
                 # over loopback).
                 with contextlib.suppress(FabricError):
-                    self.lease_reads.post_slot(route)
+                    self.lease_reads.post_slot(route, message.slot)
             except FabricError:
                 self.undelivered += 1
             except Exception:  # noqa: BLE001 - shown, with its traceback
@@ -239,31 +245,24 @@ class Load:
                 self.undelivered += 1
 
     def _connect_peer(self) -> Generator[None, None, Peer]:
-        """Wait until the peer is connected.
+        """Wait until the peer is connected, whose description the params must fit.
 
         Raises:
-            LoadFailed: it cannot be, or the params were not written by it.
-        """
-        while True:
-            peer = self.context.registry.get(self.record.source, time.monotonic())
-            if isinstance(peer, Unavailable):
-                raise LoadFailed(peer.reason, peer.text)
-            if isinstance(peer, Peer):
-                # Only now: the key of the MAC comes with the peer's description.
-                try:
-                    check_params_mac(self.order.source, peer.description.mac_key)
-                except InvalidParams as invalid:
-                    raise LoadFailed(FailureReason.MAC, str(invalid)) from None
-                return peer
-            yield
-
-    def _check_params(self, peer: Peer) -> None:
-        """Check the params against the peer's description.
-
-        Raises:
-            LoadFailed: they do not fit.
+            LoadFailed: it cannot be, the params were not written by it, or they do not fit.
         """
         source = self.order.source
+        peer: Peer | Unavailable | None = None
+        while peer is None:
+            peer = self.context.registry.get(self.record.source, time.monotonic())
+            if peer is None:
+                yield
+        if isinstance(peer, Unavailable):
+            raise LoadFailed(peer.reason, peer.text)
+        # Only now: the key of the MAC comes with the peer's description.
+        try:
+            check_params_mac(source, peer.description.mac_key)
+        except InvalidParams as invalid:
+            raise LoadFailed(FailureReason.MAC, str(invalid)) from None
         num_groups = len(self.context.groups)
         is_of_these_groups = (
             len(source.remote_block_ids) == len(self.order.local_blocks) == num_groups
@@ -277,6 +276,7 @@ class Load:
             if slot >= slots.descriptors.count:
                 text = f"lease_slot is {slot}; the producer has fewer"
                 raise LoadFailed(FailureReason.PARAMS, text)
+        return peer
 
     def _zero_tail(self, units: Units) -> None:
         """Begin to zero what the blocks hold beside the request."""

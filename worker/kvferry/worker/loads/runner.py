@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, KeysView
 
 from kvferry.link.awake_clock import LONGEST_TURN_S, AwakeClock
-from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.errors import InvalidParams, LocalProtocolError
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.transitions import next_state
 from kvferry.worker.device import DeviceMark
@@ -180,10 +180,14 @@ class LoadRunner:
         self, order: LoadOrder, mark: DeviceMark, ordered_s: float, boot: str
     ) -> None:
         """Queue a load of this boot of the engine; it runs when it is its turn."""
+        source = PeerKey(
+            host=order.source.remote_host,
+            port=order.source.remote_port,
+            engine_id=order.source.engine_id,
+            boot=order.source.kvferry.boot,
+        )
         record = LoadRecord(
-            request_id=order.request_id,
-            source=PeerKey.from_params(order.source),
-            ordered_s=ordered_s,
+            request_id=order.request_id, source=source, ordered_s=ordered_s
         )
         load = Load(
             order=order,
@@ -395,6 +399,8 @@ class LoadRunner:
             self._succeed(load)
         except LoadFailed as failed:
             self._fail(load, failed.reason, str(failed))
+        except InvalidParams as invalid:
+            self._fail(load, FailureReason.PARAMS, str(invalid))
         except FabricError as error:
             self._fail(load, FailureReason.TRANSFER, str(error))
             if isinstance(error, PeerLost) and load.peer is not None:

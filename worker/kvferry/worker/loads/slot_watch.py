@@ -34,10 +34,15 @@ from kvferry.protocol.slots import (
     progress_of,
     slot_word,
 )
-from kvferry.worker.fabric.entries import EntryRead, SlotReads, entries_needed
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.fabric.port import TransferState
-from kvferry.worker.fabric.reads import FabricReader, Reads
+from kvferry.worker.fabric.reads import (
+    EntryRead,
+    FabricReader,
+    Reads,
+    SlotReads,
+    entries_needed,
+)
 from kvferry.worker.peers.peer import Peer
 
 SlotWords: TypeAlias = tuple[tuple[int, int], ...]
@@ -404,7 +409,7 @@ class SlotWatch:
         if watched.peer.has_exited():
             raise PeerLost("poll slots", "its process has ended", str(watched.peer.key))
         count = entries_needed(sources, len(batch.waits))
-        taken = self._slot_reads.try_take(count, str(watched.peer.key))
+        taken = self._slot_reads.try_take(count, watched.peer.key.address)
         if taken is None:
             watched.schedule.put_off(now_s)
             return
@@ -440,5 +445,5 @@ class SlotWatch:
     def _try_close(self, poll: SlotPoll) -> bool:
         if not poll.settle():
             return False
-        self._slot_reads.give_back(poll.entries, str(poll.peer.key))
+        self._slot_reads.give_back(poll.entries, poll.peer.key.address)
         return True

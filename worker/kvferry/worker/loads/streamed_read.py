@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping, Sequence
 
 import numpy as np
 
-from kvferry.plan.blocks import RequestBlocks
+from kvferry.plan.blocks import RequestBlocks, Wanted, pair_request
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.handshake import CacheGroup
@@ -237,17 +237,14 @@ class StreamedRead:
         if not self._rows:
             return
         source = self._parts.order.source
-        try:
-            self.listed = StreamedBlocks(
-                self._rows[0].rows,
-                self._row,
-                peer.plan,
-                peer.description.groups,
-                source.remote_num_tokens,
-                source.kvferry.held_from,
-            )
-        except InvalidParams as invalid:
-            raise LoadFailed(FailureReason.PARAMS, str(invalid)) from None
+        self.listed = StreamedBlocks(
+            self._rows[0].rows,
+            self._row,
+            peer.plan,
+            peer.description.groups,
+            source.remote_num_tokens,
+            source.kvferry.held_from,
+        )
 
     def steps(self, peer: Peer) -> ReadSteps:
         listed = self.listed
@@ -296,8 +293,24 @@ class StreamedRead:
                 # `units` has only those of the last chunk; the zeroing needs all of them.
                 if is_one_chunk:
                     return units
-                return self._parts.pair_units(peer, self.blocks)
+                return self._pair_units(peer, self.blocks)
             words = yield from fence.wait_for_change(peer, words, math.inf)
+
+    def _pair_units(
+        self, peer: Peer, blocks: RequestBlocks, wanted: Wanted | None = None
+    ) -> Units:
+        """The units of these blocks on both sides, of the wanted cache groups.
+
+        Raises:
+            InvalidParams: the producer's blocks do not fit.
+        """
+        return pair_request(
+            peer.plan,
+            self._parts.groups,
+            peer.description.groups,
+            blocks,
+            wanted=wanted,
+        )
 
     def _blocks_of(self, first_token: int, stop_token: int) -> RequestBlocks:
         """A part of what is loaded. All of it is complete."""
@@ -339,9 +352,9 @@ class StreamedRead:
         listed.take(held, pages, is_ready=is_ready)
         self.held = held
         stop = min(held, parts.order.stop_token)
-        units = parts.pair_units(peer, self._blocks_of(first_token, stop), _grows)
+        units = self._pair_units(peer, self._blocks_of(first_token, stop), _grows)
         if is_ready and listed.has_ends:
-            ends = parts.pair_units(peer, self.blocks, _has_only_ends)
+            ends = self._pair_units(peer, self.blocks, _has_only_ends)
             units |= {tokens: pairs for tokens, pairs in ends.items() if len(pairs)}
         yield from parts.data.steps(peer, units)
         parts.progress.changes += 1

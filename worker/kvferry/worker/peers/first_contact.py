@@ -30,7 +30,6 @@ from kvferry.protocol.handshake import EngineDescription, WorkerDescription
 from kvferry.protocol.hosts import host_port
 from kvferry.protocol.slots import EMPTY
 from kvferry.worker.caches import KvCaches
-from kvferry.worker.fabric.entries import SlotReads
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import (
     Indices,
@@ -38,7 +37,7 @@ from kvferry.worker.fabric.port import (
     Transfer,
     TransferState,
 )
-from kvferry.worker.fabric.reads import FabricReader, Reads
+from kvferry.worker.fabric.reads import FabricReader, Reads, SlotReads
 from kvferry.worker.peers.handshakes import OnHandshakeEnd
 from kvferry.worker.peers.mapped_route import Mapper
 from kvferry.worker.peers.peer import Peer, PeerKey, connect, disconnect
@@ -141,7 +140,7 @@ class FirstReads:
             self._on_end(key)
             raise
         proofs = sum(len(route.mapping.files) for route in peer.mapped_routes)
-        entries = self._slot_reads.try_take(len(peer.routes) + proofs, str(key))
+        entries = self._slot_reads.try_take(len(peer.routes) + proofs, key.address)
         if entries is None:
             disconnect(self.reader, peer)
             self._on_end(key)
@@ -194,7 +193,9 @@ class FirstReads:
             if error is None:
                 for transfer in first_read.transfers:
                     first_read.reads.finished(transfer)
-                self._slot_reads.give_back(first_read.entries, str(first_read.peer.key))
+                self._slot_reads.give_back(
+                    first_read.entries, first_read.peer.key.address
+                )
                 self._on_end(first_read.peer.key)
             else:
                 self._give_up(first_read)
@@ -260,7 +261,7 @@ class FirstReads:
         """
         if not first_read.reads.settle():
             return False
-        self._slot_reads.give_back(first_read.entries, str(first_read.peer.key))
+        self._slot_reads.give_back(first_read.entries, first_read.peer.key.address)
         disconnect(self.reader, first_read.peer)
         self._on_end(first_read.peer.key)
         return True

@@ -12,7 +12,6 @@ from kvferry.plan.waves import source_table
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress
 from kvferry.protocol.hosts import host_port
-from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.slots import (
     ID_BYTES,
     PAGE_IDS,
@@ -21,7 +20,6 @@ from kvferry.protocol.slots import (
     StreamRows,
 )
 from kvferry.worker.caches import KvCaches
-from kvferry.worker.fabric.entries import RemoteEntries
 from kvferry.worker.fabric.port import (
     DescriptorRows,
     Fabric,
@@ -30,7 +28,12 @@ from kvferry.worker.fabric.port import (
     PeerAgent,
     RemoteDescriptors,
 )
-from kvferry.worker.fabric.reads import FabricReader, Handle
+from kvferry.worker.fabric.reads import (
+    FabricReader,
+    Handle,
+    ReadQueue,
+    RemoteEntries,
+)
 from kvferry.worker.peer_memory.mapping import WorkerMapping
 from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable, PeerMemory
 from kvferry.worker.peer_memory.this_process import ipc_namespace, machine_id
@@ -45,16 +48,6 @@ class PeerKey(NamedTuple):
     port: int
     engine_id: str
     boot: str
-
-    @classmethod
-    def from_params(cls, params: RemotePrefill) -> PeerKey:
-        """The producer that params name."""
-        return cls(
-            host=params.remote_host,
-            port=params.remote_port,
-            engine_id=params.engine_id,
-            boot=params.kvferry.boot,
-        )
 
     @property
     def address(self) -> tuple[str, int]:
@@ -106,39 +99,6 @@ class PeerRoute:
     sources: tuple[PreparedSource, ...]
     rows: PreparedRows | None = None
     mapped: MappedRoute | None = None
-
-
-@dataclass(slots=True)
-class ReadQueue:
-    """The data reads of one peer, which share its link.
-
-    NIXL shows nothing of a read that is under way. What was posted first may well end first, so a read progresses
-    while those end that were posted before it. Those after it do not count: if a read were lost, a busy peer would
-    keep its load waiting for ever.
-
-    Attributes:
-        under_way: loads that read data from it now.
-        ended: those that have ended, well or badly.
-    """
-
-    under_way: int = 0
-    ended: int = 0
-
-    @property
-    def turn(self) -> int:
-        """What `ended` will be at least when all that is under way now has ended."""
-        return self.ended + self.under_way
-
-    def enter(self) -> int:
-        """A load begins to read data. Returns its turn: what `ended` is when those before it have ended."""
-        turn = self.turn
-        self.under_way += 1
-        return turn
-
-    def leave(self) -> None:
-        """A load has ended to read data, well or badly."""
-        self.under_way -= 1
-        self.ended += 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
