@@ -12,6 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PAGE = REPOSITORY / "docs" / "troubleshooting.md"
 TEXT = PAGE.read_text()
 PARTS = ("protocol", "plan", "trace", "link", "scheduler", "worker", "connector")
+GAP = "…"
 WARNINGS = ("warning", "error", "exception", "critical")
 
 METRIC = re.compile(r"(vllm:[a-z_]+)(?:\{(\w+)=\"(\w+)\"\})?")
@@ -107,6 +108,45 @@ def test_every_warning_of_the_source_is_on_the_page() -> None:
         if not any(re.fullmatch(filled(template), line) for line in lines)
     ]
     assert missing == []
+
+
+def texts_of_the_source() -> str:
+    """All texts of the source, one a line, with a gap where something is filled in."""
+    found = []
+    for part in PARTS:
+        for file in sorted((REPOSITORY / part / "kvferry").rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    values = [
+                        value.value if isinstance(value, ast.Constant) else GAP
+                        for value in node.values
+                    ]
+                    found.append("".join(map(str, values)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(re.sub(r"%(?:\.\d+)?[sdrfg]", GAP, node.value))
+    return "\n".join(found)
+
+
+def test_every_line_on_the_page_is_one_of_the_source() -> None:
+    texts = texts_of_the_source()
+    templates = warning_lines()
+    quoted = [
+        span
+        for part in re.split(r"\n(?=- \*\*|#|\n)", TEXT)
+        if part.startswith("- **Log:**")
+        for span in log_lines(part)
+    ]
+    assert len(quoted) > 50
+    unknown = [
+        f"{line}: {piece}"
+        for line in quoted
+        if not any(re.fullmatch(filled(template), line) for template in templates)
+        for piece in re.split(GAP, line)
+        # An `InputError` puts its own words before what was expected.
+        if len(piece.split()) > 2
+        and piece.removeprefix("; expected ").strip(" ();:,") not in texts
+    ]
+    assert unknown == []
 
 
 def test_every_reason_and_every_counter_of_trouble_is_on_the_page() -> None:
