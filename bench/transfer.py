@@ -348,6 +348,8 @@ def main() -> int:
     chosen = parser.parse_args()
     use_huge_pages()
     logging.getLogger("kvferry").setLevel(logging.WARNING)
+    # The bare loop's messages are not kvferry's, and the producer would warn of each.
+    logging.getLogger("kvferry.worker.leases").setLevel(logging.ERROR)
     name = "transfer" if chosen.device == "cpu" else f"transfer-{chosen.device}"
     return measure_and_publish(
         name, lambda: run(quick=chosen.quick, device_name=chosen.device)
