@@ -301,16 +301,23 @@ def test_prompt_logprobs_need_the_whole_prompt_and_give_the_lease_back(
     assert engine.is_whole
 
 
-def test_a_prompt_of_embeddings_is_computed_here(make_engine: Any) -> None:
+def test_a_prompt_of_embeddings_is_computed_here_and_gives_the_lease_back(
+    make_engine: Any, eavesdropper: Eavesdropper
+) -> None:
     engine = make_engine("kv_consumer")
     request = engine.add("d", PROMPT, None, prompt_embeds=torch.zeros(40, 64))
     assert request.num_prompt_tokens == 40
     engine.abort("d")
     engine.add(
-        "e", PROMPT, offer(PROMPT), prompt_embeds=torch.zeros(40, 64), max_tokens=1
+        "e",
+        PROMPT,
+        offer(PROMPT, port=eavesdropper.port, slot=8),
+        prompt_embeds=torch.zeros(40, 64),
+        max_tokens=1,
     )
     step = engine.step()
     assert (loads(step), step.computed) == ({}, {"e": 40})
+    assert eavesdropper.released() == [8]
     assert engine.counted("local_recomputes", "prompt_embeds") == 1
 
 

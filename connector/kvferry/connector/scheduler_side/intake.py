@@ -422,6 +422,8 @@ class RemotePromptIntake:
             return None
         prompt = self._context.local.prompt_of(request, num_tokens)
         if prompt is None:
+            if isinstance(source, RemotePrefill):
+                self._context.loads.decline(source)
             detail = "a prompt of embeddings has no tokens to compare"
             self.compute_here(request, "prompt_embeds", detail)
         return prompt
