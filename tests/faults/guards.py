@@ -647,7 +647,7 @@ GUARDS = (
         "prefix-pauses",
         "a query that takes long gives the interpreter's lock to the engine's thread meanwhile",
         (9,),
-        "kvferry.scheduler.producer.pauses:ListenerPauses.pause",
+        "kvferry.link.lock_pauses:LockPauses.pause",
         switches.nothing,
         (
             "tests/scheduler/test_prefix_directory.py::"

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.link.lock_pauses import LockPauses
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
 from kvferry.protocol.handshake import LeaseTableAddress
 from kvferry.protocol.ids import (
@@ -147,9 +147,7 @@ class StreamRowTable:
         self.headers[row] = (header_word(stream.origin), header_word(epoch))
 
     def free(self, stream: ServedStream) -> None:
-        """The lease is over, if it has a row. A row that another lease has taken meanwhile stays that lease's."""
-        if stream.row is None:
-            return
+        """The lease, which has a row, is over. A row that another lease has taken meanwhile stays that lease's."""
         if self.headers[stream.row, 0] == header_word(stream.origin):
             self.headers[stream.row] = EMPTY
 
@@ -193,9 +191,8 @@ class StreamRowTable:
 _LIVE = (SlotState.COMPUTING, SlotState.READY)
 
 _NOTIFICATIONS_AT_ONCE = 32
-_GIL_RELEASED_S = 50e-6
-"""Given to other threads after every `_NOTIFICATIONS_AT_ONCE`, which take some 100 µs: anyone can send any number, and
-the step thread would wait for 5 ms each time it needs the interpreter's lock."""
+"""Taken without a look at the clock, in some 100 µs. Anyone can send any number, so then the step thread gets the
+interpreter's lock."""
 
 MAX_CONSUMERS = 8
 """Most consumers whose notifications are kept under one lease. A lease is for one, but any may be named."""
@@ -207,11 +204,6 @@ class _Reports:
 
     workers: int = 0
     expected: int = 0
-
-    def add(self, message: Done) -> None:
-        # A bit, not a number: a worker whose message comes twice must not stand for its sibling, which still reads.
-        self.workers |= 1 << message.worker
-        self.expected = max(self.expected, message.expected)
 
 
 @dataclass(slots=True, eq=False)
@@ -430,7 +422,9 @@ class LeaseTable:
 
     def _advance(self, slot: int, lease: _ServedLease) -> bool:
         # Marks ask the device, so they are asked without the lock: the step thread opens leases meanwhile.
-        tokens = lease.stream.take_tokens()
+        tokens = 0
+        if lease.stream.steps:
+            tokens = lease.stream.take_tokens()
         is_reached = lease.mark is not None and lease.mark.reached()
         if not tokens and not is_reached:
             return False
@@ -526,7 +520,10 @@ class LeaseTable:
                     message.consumer,
                     f"at most {MAX_CONSUMERS} consumers under one lease",
                 )
-            lease.reports.setdefault(message.consumer, _Reports()).add(message)
+            reports = lease.reports.setdefault(message.consumer, _Reports())
+            # A bit, not a number: a worker whose message comes twice must not stand for its sibling, which still reads.
+            reports.workers |= 1 << message.worker
+            reports.expected = max(reports.expected, message.expected)
             return self._finish_if_complete(message.slot, lease)
 
     def clear(self) -> None:
@@ -564,7 +561,7 @@ class LeaseTable:
         self.progress[slot] = EMPTY
         self.held.discard(slot)
         self.pending.pop(slot, None)
-        if not keeps_row:
+        if lease.stream.row is not None and not keeps_row:
             self._rows.free(lease.stream)
 
 
@@ -579,6 +576,7 @@ class Notifications:
         self._table = table
         self._results = results
         self._invalid = RateLimitedLog(logger)
+        self._pauses = LockPauses()
 
     def take(self) -> bool:
         """Take the notifications that have arrived. Returns whether there were any.
@@ -589,7 +587,7 @@ class Notifications:
         arrived = self._fabric.take_notifications()
         for count, (sender, frame) in enumerate(arrived, start=1):
             if count % _NOTIFICATIONS_AT_ONCE == 0:
-                time.sleep(_GIL_RELEASED_S)
+                self._pauses.pause()
             try:
                 self._take_one(sender, frame)
             except Exception:  # noqa: BLE001 - shown, with its traceback

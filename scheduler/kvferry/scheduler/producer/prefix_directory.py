@@ -35,6 +35,7 @@ from typing import Protocol
 import msgspec
 
 from kvferry.link.counters import Counters
+from kvferry.link.lock_pauses import LockPauses
 from kvferry.protocol.digests import CHUNK_TOKENS, DIGEST_BYTES, GrowingChain, Prompt
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.queries import (
@@ -47,7 +48,6 @@ from kvferry.protocol.queries import (
     Unsubscribe,
     encode_params,
 )
-from kvferry.scheduler.producer.pauses import ListenerPauses
 from kvferry.scheduler.requests import Claimant, ProducerLease
 
 MAX_CHUNKS = 1 << 15
@@ -205,7 +205,7 @@ class PrefixDirectory:
         self._indexed_generation = 0
         # The one repeated longest ago is first.
         self._open: dict[Claimant, QueriedPrefix] = {}
-        self._pauses = ListenerPauses()
+        self._pauses = LockPauses()
 
     # For the engine's thread. None of it waits, and each takes the same time whatever others query.
 

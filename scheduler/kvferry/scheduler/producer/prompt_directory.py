@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
+from kvferry.link.lock_pauses import LockPauses
 from kvferry.protocol.digests import GrowingChain, Prompt
 from kvferry.protocol.queries import (
     Answer,
@@ -31,7 +32,6 @@ from kvferry.protocol.queries import (
     Subscribe,
     Unsubscribe,
 )
-from kvferry.scheduler.producer.pauses import ListenerPauses
 from kvferry.scheduler.requests import (
     Claimant,
     ListedPrompt,
@@ -115,7 +115,7 @@ class PromptDirectory:
         # Of the listener's thread:
         # The first that arrived is first.
         self._by_request: dict[str, ListedPrompt] = {}
-        self._pauses = ListenerPauses()
+        self._pauses = LockPauses()
         self._index = PromptIndex(self._pauses.pause)
         # By request; the first that was over is first.
         self._ended_s: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""How the listener's thread works on a long query without holding up the engine's thread."""
+"""How a thread does long work without holding up the engine's thread, with which it shares the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _HELD_S = 100e-6
 _RELEASED_S = 50e-6
 
 
-class ListenerPauses:
-    """Gives the interpreter's lock away after every `_HELD_S` of work. Used on the listener's thread.
+class LockPauses:
+    """Gives the interpreter's lock away after every `_HELD_S` of one thread's work.
 
     A thread that does not wait for anything gives the lock away after 5 ms only, for which the engine's thread would
     wait. So it sleeps for a moment.
