@@ -18,7 +18,7 @@ class StubLoad:
         source = PeerKey("host", 1, "engine", "0" * 32)
         self.record = LoadRecord(request_id=request_id, source=source, ordered_s=0.0)
         self.story = LoadStory(self.record)
-        self.deadline = Deadline(0.0)
+        self.deadline = Deadline(0.0, 0.0)
         self.resumed_steps: Steps = (_ for _ in ()) if steps is None else steps
         self.state = LoadState.WAITING
         self.wait: Wait | None = None

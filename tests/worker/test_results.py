@@ -30,10 +30,9 @@ def test_who_waits_for_a_load_goes_on_when_one_has_ended(well: bool) -> None:
     ends = threading.Thread(target=end_load, args=(box,), kwargs={"well": well})
     started_s = time.monotonic()
     ends.start()
-    box.wait_for_load(LONG_S)
+    taken = box.take(LONG_S)
     ends.join()
     assert time.monotonic() - started_s < LONG_S
-    taken = box.take()
     assert taken.loaded | taken.failed.keys() == {"one"}
 
 
@@ -42,9 +41,8 @@ def test_other_results_end_no_wait() -> None:
     with box as results:
         results.sent.add("lease")
     started_s = time.monotonic()
-    box.wait_for_load(0.05)
+    assert box.take(0.05).sent == {"lease"}
     assert time.monotonic() - started_s >= 0.05
-    assert box.take().sent == {"lease"}
 
 
 def test_the_end_of_a_load_is_notified_once() -> None:

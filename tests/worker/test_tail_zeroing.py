@@ -141,7 +141,8 @@ def check_the_tail(shape: CacheShape, draw: st.DataObject, device: Device) -> No
     mark = zero(TailZeroing(caches.kv), shape, blocks, stop)
     for found, wanted in zip(caches.memory, expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
-    assert (mark is None) == (used == shape.tiles)
+    # On the host it is done when `zero` returns.
+    assert (mark is None) == (used == shape.tiles or device is HOST)
     assert mark is None or mark.reached()
 
 
@@ -237,7 +238,7 @@ def test_groups_that_were_not_loaded_keep_their_bytes() -> None:
     kv = KvCaches(
         caches.kv.storages, (first, msgspec.structs.replace(second, group=1)), HOST
     )
-    assert zero(TailZeroing(kv), shape, [3], 2) is not None
+    assert zero(TailZeroing(kv), shape, [3], 2) is None, "it is done already"
     assert not caches.cells(0)[3, :, 2:].any()
     assert (caches.memory[1] == 0xA5).all()
 
@@ -247,7 +248,7 @@ def test_layers_that_share_a_cache_are_zeroed_and_the_others_too() -> None:
     first, second, third = caches.kv.tensors
     twin = msgspec.structs.replace(first, layer="layers.9")
     kv = KvCaches(caches.kv.storages, (first, twin, second, third), HOST)
-    assert zero(TailZeroing(kv), CacheShape(layers=3), [3], 2) is not None
+    zero(TailZeroing(kv), CacheShape(layers=3), [3], 2)
     for layer in range(3):
         assert not caches.cells(layer)[3, :, 2:].any()
         assert (caches.cells(layer)[3, :, :2] == 0xA5).all()

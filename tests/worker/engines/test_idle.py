@@ -11,7 +11,8 @@ import pytest
 from kvferry.protocol.slots import (
     EMPTY,
 )
-from kvferry.worker.transfer_thread import IDLE_NOTIFICATION_S, QUARANTINE_POLL_S
+from kvferry.worker.loads.runner import UNAWAITED_POLL_S
+from kvferry.worker.transfer_thread import IDLE_NOTIFICATION_S
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
 from tests.harness.integrity import ANSWER_WITHIN_S, snapshot_of
@@ -71,7 +72,7 @@ def test_a_frozen_peer_that_was_given_up_is_polled_seldom(rig: Rig) -> None:
     polls = consumer.fabric.calls["poll"]
     wait_until(lambda: consumer.fabric.calls["poll"] > polls + 20, "it is polled")
     polled = consumer.fabric.calls["poll"] - polls
-    assert polled <= 1 + (time.monotonic() - began_s) / QUARANTINE_POLL_S
+    assert polled <= 1 + (time.monotonic() - began_s) / UNAWAITED_POLL_S
 
 
 def test_closing_clears_the_lease_table_and_is_quick_even_with_a_read_under_way(

@@ -116,8 +116,8 @@ def test_a_first_read_that_failed_keeps_its_entry_for_the_grace(
         thread_of(consumer.worker).registry,
     )
     assert slot_reads.free() == len(slot_reads.words) - 1
-    assert registry.closing()
+    assert registry.first_reads.given_up
     check_worker(consumer.worker)
     thread_of(consumer.worker).reader.grace_s = 0.0
-    wait_until(lambda: not registry.closing(), "the grace is over", 60.0)
+    wait_until(lambda: not registry.first_reads.given_up, "the grace is over", 60.0)
     check_worker(consumer.worker, idle=True)

@@ -13,7 +13,7 @@ from kvferry.link.limits import Backoff
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.peers.peer import Peer
-from kvferry.worker.peers.registry import FailedPeers, Unavailable
+from kvferry.worker.peers.registry import CHECK_S, FailedPeers, Unavailable
 from tests.worker.peers.scene import ENTRIES, KEY, TTL_S, Scene
 
 
@@ -98,13 +98,13 @@ def test_a_first_read_that_does_not_end_gives_nothing_back_before_it_has(
     found = scene.registry.get(KEY, 101.1)
     assert isinstance(found, Unavailable)
     assert found.reason is FailureReason.HANDSHAKE
-    assert scene.registry.closing()
+    assert scene.registry.first_reads.given_up
     assert not scene.registry.busy()
     assert scene.slot_reads.free() == ENTRIES - 1
     scene.network.thaw("producer")
     scene.registry.step(102.0, ())
     assert scene.nothing_is_left()
-    assert not scene.registry.closing()
+    assert not scene.registry.first_reads.given_up
     assert isinstance(scene.connect(200.0), Peer)
 
 
@@ -125,7 +125,10 @@ def test_a_peer_that_is_not_read_from_for_its_time_is_forgotten_and_connected_ag
     assert scene.registry.next_s() == 150.0 + TTL_S
     scene.registry.step(150.0 + TTL_S - 0.01, ())
     assert scene.fabric.peers == {"producer"}
-    scene.registry.step(150.0 + TTL_S, ())
+    due_s = scene.registry.next_s()
+    assert due_s is not None
+    assert 0.0 < due_s - (150.0 + TTL_S) <= CHECK_S
+    scene.registry.step(due_s, ())
     assert scene.nothing_is_left()
     assert scene.registry.next_s() is None
     assert isinstance(scene.connect(150.0 + TTL_S), Peer), "it has no back-off"

@@ -46,7 +46,7 @@ from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.leases import Notifications
 from kvferry.worker.loads.reading import LoadContext
 from kvferry.worker.loads.results import ResultBox, WorkerGauges
-from kvferry.worker.loads.runner import LoadRunner
+from kvferry.worker.loads.runner import UNAWAITED_POLL_S, LoadRunner
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.peers.first_contact import FirstContact, FirstReads
 from kvferry.worker.peers.peer import PeerKey
@@ -68,7 +68,6 @@ MAX_NOTIFICATION_BACKOFF_S = 20e-3
 IDLE_NOTIFICATION_S = 0.25
 """Interval at which notifications are taken while none are expected. NIXL keeps them until then, any number from any
 agent that reaches it: 80,000 of 60 kB were 4.5 GB."""
-QUARANTINE_POLL_S = 10e-3
 
 
 class PollPace:
@@ -518,11 +517,11 @@ class TransferThread:
         pauses_s: list[float] = []
         if self._table.held:
             pauses_s.append(self._pace.notification_backoff_s)
-        slot_poll_s = self.runner.next_s()
-        if slot_poll_s is not None:
-            pauses_s.append(max(slot_poll_s - time.monotonic(), 0.0))
-        if self.runner.closing() or self.registry.closing() or self.reader.refused:
-            pauses_s.append(QUARANTINE_POLL_S)
+        loads_s = self.runner.pause_s()
+        if loads_s is not None:
+            pauses_s.append(loads_s)
+        if self.registry.first_reads.given_up or self.reader.refused:
+            pauses_s.append(UNAWAITED_POLL_S)
         return min(pauses_s, default=None)
 
     # A step's orders.

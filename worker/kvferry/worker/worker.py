@@ -231,9 +231,9 @@ class FerryWorker:
             timeout_s: while loads are under way, wait at most this long for one of them to end; 0 returns at once.
         """
         # Only while loads are under way: nothing else ends this wait.
-        if timeout_s and self._watchdog:
-            self._results.wait_for_load(timeout_s)
-        results = self._results.take()
+        if not self._watchdog.ordered_s:
+            timeout_s = 0.0
+        results = self._results.take(timeout_s)
         self._watchdog.poll(results, self._results.turned_s)
         return results
 

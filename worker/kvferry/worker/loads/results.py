@@ -135,18 +135,16 @@ _STORY_EVENTS = 12
 """Transitions that a story keeps: a streamed load is parked once a step of its producer, hundreds of times in all."""
 
 
+@dataclass(slots=True, eq=False)
 class LoadStory:
     """The last events of one load and their times, for error texts and the log.
 
     The ends of stages are taken from the record when the story is told, so they cost nothing while the load runs.
     """
 
-    __slots__ = ("_events", "_forgotten", "_record")
-
-    def __init__(self, record: LoadRecord) -> None:
-        self._record = record
-        self._events: list[tuple[LoadEvent, float]] = []
-        self._forgotten = 0
+    record: LoadRecord
+    _events: list[tuple[LoadEvent, float]] = field(default_factory=list)
+    _forgotten: int = 0
 
     def add(self, event: LoadEvent, now_s: float) -> None:
         """An event has happened now, by the record's clock."""
@@ -157,13 +155,13 @@ class LoadStory:
 
     def __str__(self) -> str:
         """For example `begin 0.1 ms, connecting ended 0.2 ms, park 0.9 ms, failed 60001.0 ms`, since the order."""
-        ended_s = self._record.ended_s
+        ended_s = self.record.ended_s
         events = [(at_s, f"{stage.value} ended") for stage, at_s in ended_s.items()]
         events += [(at_s, event.value) for event, at_s in self._events]
         # By time alone: a stage that ends with a transition stands before it.
         events.sort(key=lambda event: event[0])
         parts = [
-            f"{text} {(at_s - self._record.ordered_s) * 1e3:.1f} ms"
+            f"{text} {(at_s - self.record.ordered_s) * 1e3:.1f} ms"
             for at_s, text in events
         ]
         if self._forgotten:
@@ -236,7 +234,7 @@ class ResultBox:
 
     def __exit__(self, *exc: object) -> None:
         # Also where the block has raised: what it had added is kept, and the lock must not be.
-        num_loads = self._num_loads()
+        num_loads = len(self._results.loaded) + len(self._results.failed)
         # Once for each: other results came after a load in every other case, and to tell the scheduler takes a
         # tenth of the time that this thread needs for a load.
         has_ended = num_loads > self._notified_loads
@@ -248,14 +246,15 @@ class ResultBox:
         if has_ended:
             self.notify()
 
-    def wait_for_load(self, timeout_s: float) -> None:
-        """Wait until a load has ended, well or badly, but no longer than `timeout_s`."""
-        with self._lock:
-            self._load_ended.wait_for(self._num_loads, timeout_s)
+    def take(self, timeout_s: float = 0.0) -> StepResults:
+        """Return the results since the last call.
 
-    def take(self) -> StepResults:
-        """Return the results since the last call."""
+        Args:
+            timeout_s: where no load has ended since then, well or badly, wait at most this long until one has.
+        """
         with self._lock:
+            if timeout_s and not self._notified_loads:
+                self._load_ended.wait(timeout_s)
             taken = self._results
             self._results = StepResults()
             self._notified_loads = 0
@@ -265,10 +264,6 @@ class ResultBox:
         """A copy of the results that the next `take` returns."""
         with self._lock:
             return copy.deepcopy(self._results)
-
-    def _num_loads(self) -> int:
-        """Loads that have ended, well or badly, and that no step has taken."""
-        return len(self._results.loaded) + len(self._results.failed)
 
 
 SLACK_S = 1.0
@@ -284,26 +279,24 @@ class LoadWatchdog:
 
     Args:
         timeout_s: without progress, after which a load has failed.
+
+    Attributes:
+        ordered_s: when each of these loads was ordered, on the monotonic clock; the oldest is first.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        # The oldest is first.
-        self._ordered_s: dict[str, float] = {}
+        self.ordered_s: dict[str, float] = {}
         self._given_up: set[str] = set()
         self._cancelled: set[str] = set()
         self._alive: frozenset[str] = frozenset()
         self._reported: frozenset[str] = frozenset()
         self._stuck_since_s: float | None = None
 
-    def __bool__(self) -> bool:
-        """Whether a load that was ordered has not been reported yet."""
-        return bool(self._ordered_s)
-
     def ordered(self, request_ids: Iterable[str]) -> None:
         """Start the deadline of these loads."""
         now_s = time.monotonic()
-        self._ordered_s.update(dict.fromkeys(request_ids, now_s))
+        self.ordered_s.update(dict.fromkeys(request_ids, now_s))
 
     def cancelled(self, request_ids: Iterable[str]) -> None:
         """These loads are cancelled. When one is over, now or later, it is in `StepResults.over_cancels` once."""
@@ -315,14 +308,6 @@ class LoadWatchdog:
         Args:
             turned_s: when the transfer thread last finished a turn; as long as it turns, it fails late loads itself.
         """
-        self._remove_reported(results)
-        self._give_up_overdue(results, turned_s)
-        results.over_cancels = self._cancelled - self._ordered_s.keys()
-        self._cancelled -= results.over_cancels
-        self._merge_alive(results)
-
-    def _remove_reported(self, results: StepResults) -> None:
-        """The transfer thread has reported loads. Those that were given up are not reported again."""
         # A load is reported once. One that was given up may even turn out to be good: too late.
         over = results.loaded | results.failed.keys()
         for request_id in over & self._given_up:
@@ -330,25 +315,15 @@ class LoadWatchdog:
             results.failed.pop(request_id, None)
         self._given_up -= over
         for request_id in over:
-            self._ordered_s.pop(request_id, None)
-
-    def _give_up_overdue(self, results: StepResults, turned_s: float) -> None:
-        """Fail the overdue loads, if the transfer thread is stuck."""
-        now_s = time.monotonic()
-        overdue_s = now_s - self._timeout_s - SLACK_S
-        if turned_s > overdue_s or not self._ordered_s:
+            self.ordered_s.pop(request_id, None)
+        overdue_s = time.monotonic() - self._timeout_s - SLACK_S
+        if self.ordered_s and turned_s <= overdue_s:
+            self._find_stuck(results, overdue_s)
+        else:
             self._stuck_since_s = None
-            return
-        # It must be seen stuck twice, `SLACK_S` apart: after a pause of the whole process, which no load must pay for,
-        # the step thread may well be the first to go on.
-        if self._stuck_since_s is None:
-            self._stuck_since_s = now_s
-            return
-        if now_s >= self._stuck_since_s + SLACK_S:
-            self._give_up(results, overdue_s)
-
-    def _merge_alive(self, results: StepResults) -> None:
-        """Add the loads that were given up to those whose blocks may be written; None if the sum has not changed."""
+        results.over_cancels = self._cancelled - self.ordered_s.keys()
+        self._cancelled -= results.over_cancels
+        # The loads that were given up are among those whose blocks may be written.
         if results.alive is not None:
             self._alive = results.alive
         alive = self._alive | self._given_up
@@ -357,13 +332,24 @@ class LoadWatchdog:
             results.alive = alive
         self._reported = alive
 
+    def _find_stuck(self, results: StepResults, overdue_s: float) -> None:
+        """The transfer thread has not turned for as long as a load may take: fail the overdue ones."""
+        # It must be seen stuck twice, `SLACK_S` apart: after a pause of the whole process, which no load must pay for,
+        # the step thread may well be the first to go on.
+        now_s = time.monotonic()
+        if self._stuck_since_s is None:
+            self._stuck_since_s = now_s
+            return
+        if now_s >= self._stuck_since_s + SLACK_S:
+            self._give_up(results, overdue_s)
+
     def _give_up(self, results: StepResults, overdue_s: float) -> None:
         """Fail the loads that were ordered before this time."""
-        while self._ordered_s:
-            request_id, ordered_s = next(iter(self._ordered_s.items()))
+        while self.ordered_s:
+            request_id, ordered_s = next(iter(self.ordered_s.items()))
             if ordered_s > overdue_s:
                 return
-            del self._ordered_s[request_id]
+            del self.ordered_s[request_id]
             self._given_up.add(request_id)
             results.failed[request_id] = FailureReason.DEADLINE
             results.counts["quarantined_loads"] += 1

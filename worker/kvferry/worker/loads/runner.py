@@ -122,6 +122,9 @@ _DEADLINE_CHECK_S = 10e-3
 _DEADLINE_CHECKS = 100
 """Loads that do not run are checked at this interval, or so often in their time without progress."""
 
+UNAWAITED_POLL_S = 10e-3
+"""Interval of the polls of reads that no load waits for: a failed one may still write, or a message is flushed."""
+
 _NO_ROOM_S = 1.0
 """How long a load may wait for a part of the staging pool that failed reads may still write into. A cancelled read of a
 live producer ends within this time; one of a producer that stands still does not, and would cost the load all of its
@@ -186,6 +189,7 @@ class LoadRunner:
             engine_id=order.source.engine_id,
             boot=order.source.kvferry.boot,
         )
+        now_s = self._clock.wind(time.monotonic())
         record = LoadRecord(
             request_id=order.request_id, source=source, ordered_s=ordered_s
         )
@@ -195,7 +199,7 @@ class LoadRunner:
             context=self._context,
             boot=boot,
             record=record,
-            deadline=Deadline(self._clock.wind(time.monotonic())),
+            deadline=Deadline(ordered_s=now_s, progressed_s=now_s),
         )
         self.loads.add(load)
 
@@ -227,7 +231,7 @@ class LoadRunner:
         self._in_use = None
 
     def fail_all(self, reason: FailureReason, detail: str) -> None:
-        """Fail every load that has not been reported. Those whose reads may still write are left in `closing`."""
+        """Fail every load that has not been reported. Those whose reads may still write stay in quarantine."""
         for load in list(self.loads.of(*MAY_FAIL)):
             self._fail(load, reason, detail)
         self._in_use = None
@@ -238,11 +242,17 @@ class LoadRunner:
             return True
         return bool(self._watch.watched) and self._watch.busy()
 
-    def next_s(self) -> float | None:
-        """When `step` must be called at the latest while it is not busy; None if there is nothing to do."""
-        if not self._watch.watched:
-            return None
-        return self._watch.next_s()
+    def pause_s(self) -> float | None:
+        """How long `step` need not be called while it is not busy; None if there is nothing to do."""
+        pauses_s: list[float] = []
+        if self._watch.watched:
+            poll_s = self._watch.next_s()
+            if poll_s is not None:
+                pauses_s.append(max(poll_s - time.monotonic(), 0.0))
+        # Reads are in flight that no load waits for.
+        if self._flushing or self._quarantined or self._watch.closing:
+            pauses_s.append(UNAWAITED_POLL_S)
+        return min(pauses_s, default=None)
 
     def in_use(self) -> frozenset[PeerKey]:
         """Peers that reads may be in flight from, or that parked loads wait for."""
@@ -259,10 +269,6 @@ class LoadRunner:
     def polls(self) -> Iterator[SlotPoll]:
         """Reads of slots that loads wait for."""
         return self._watch.polls()
-
-    def closing(self) -> bool:
-        """Whether `step` must be called again, not urgently: reads are in flight that no load waits for."""
-        return bool(self._flushing or self._quarantined or self._watch.closing)
 
     def step(self) -> bool:
         """Resume every load once, or as many as fit into a stretch: the next call continues with the others.
@@ -281,15 +287,17 @@ class LoadRunner:
             over, has_moved = self._watch.step(begun_s)
             for wait in over:
                 self.loads.apply(self.loads.parked_for(wait), LoadEvent.RESUME, begun_s)
-        has_ended = self._fail_late(begun_s, awake_s)
+        has_ended = False
+        interval_s = max(_DEADLINE_CHECK_S, self.timeout_s / _DEADLINE_CHECKS)
+        if begun_s >= self._deadlines_checked_s + interval_s:
+            self._deadlines_checked_s = begun_s
+            has_ended = self._fail_late(awake_s)
         self._give_places(begun_s, awake_s)
         if not self.rest_of_round:
             self.rest_of_round.extend(self._running)
         ended_in_round, moved_in_round = self._resume_round(begun_s)
         has_ended |= ended_in_round
         has_moved |= moved_in_round
-        # A round may take several stretches. What lies between them is no time of its own: the step thread's.
-        self._stretched_s += time.monotonic() - self._stretch_began_s(begun_s)
         if not self.rest_of_round:
             self.round_s = self._stretched_s
             self._stretched_s = 0.0
@@ -319,7 +327,7 @@ class LoadRunner:
             if load.state is LoadState.WAITING:
                 self._in_use = None
             # What it has waited for a place does not count.
-            load.deadline.excuse(awake_s)
+            load.deadline.progressed_s = awake_s
             self.loads.apply(load, LoadEvent.BEGIN, now_s)
 
     def _resume_round(self, begun_s: float) -> tuple[bool, bool]:
@@ -327,6 +335,7 @@ class LoadRunner:
         its place, and whether any has progressed."""
         has_ended = False
         has_moved = False
+        stretch_began_s = begun_s
         while self.rest_of_round:
             load = self.rest_of_round.popleft()
             if load.state is not LoadState.RUNNING:
@@ -338,20 +347,16 @@ class LoadRunner:
                 has_moved |= load.deadline.noted is not progress_before
             except Exception:  # noqa: BLE001 - shown, with its traceback
                 internal_errors.log(f"req={load.order.request_id}: other loads go on")
-            if time.monotonic() >= self._stretch_began_s(begun_s) + _STRETCH_S:
+            # A post that has released the interpreter's lock begins a new stretch.
+            stretch_began_s = max(begun_s, self._context.reader.gil_released_at_s)
+            if time.monotonic() >= stretch_began_s + _STRETCH_S:
                 break
+        # A round may take several stretches. What lies between them is no time of its own: the step thread's.
+        self._stretched_s += time.monotonic() - stretch_began_s
         return has_ended, has_moved
 
-    def _stretch_began_s(self, begun_s: float) -> float:
-        """When the present stretch began: a post that has released the interpreter's lock begins a new one."""
-        return max(begun_s, self._context.reader.gil_released_at_s)
-
-    def _fail_late(self, now_s: float, awake_s: float) -> bool:
+    def _fail_late(self, awake_s: float) -> bool:
         """Fail the loads without a place that are past their deadline. Returns whether there were any."""
-        interval_s = max(_DEADLINE_CHECK_S, self.timeout_s / _DEADLINE_CHECKS)
-        if now_s < self._deadlines_checked_s + interval_s:
-            return False
-        self._deadlines_checked_s = now_s
         late = [*self._late_parked(awake_s), *self._late_without_place(awake_s)]
         for load, why in late:
             self._fail(load, FailureReason.DEADLINE, why)
@@ -418,7 +423,7 @@ class LoadRunner:
         """
         # Its handshake has a deadline of its own, and may wait for its turn behind others of its host.
         if load.is_connecting:
-            load.deadline.excuse(awake_s)
+            load.deadline.progressed_s = awake_s
         why = load.deadline.missed(awake_s, self.timeout_s)
         if why is not None:
             raise LoadFailed(FailureReason.DEADLINE, why)

@@ -33,7 +33,7 @@ has ended during a pause is seen before its deadline is.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.orders import FailureReason
@@ -120,20 +120,13 @@ class Deadline:
 
     Attributes:
         ordered_s: when the load was ordered.
-        progressed_s: when it has progressed last, or was last excused.
+        progressed_s: when it has progressed last, or until when it could not, through no fault of its own.
         noted: its progress as it was last taken.
     """
 
     ordered_s: float
-    progressed_s: float = field(init=False)
+    progressed_s: float
     noted: Hashable = None
-
-    def __post_init__(self) -> None:
-        self.progressed_s = self.ordered_s
-
-    def excuse(self, now_s: float) -> None:
-        """The load could not progress up to now, through no fault of its own: the time without begins anew."""
-        self.progressed_s = now_s
 
     def note(self, progress: Hashable, now_s: float) -> None:
         """Take the load's progress: if there was any since the last call, the time without begins anew."""

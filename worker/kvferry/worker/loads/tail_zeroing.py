@@ -178,12 +178,17 @@ class TailZeroing:
             groups: this engine's cache groups.
 
         Returns:
-            A mark that is reached when it is done; None when there is nothing to zero.
+            A mark that is reached when it is done; None when it is done already, or there is nothing to zero.
         """
         unfilled = list(gaps(units, groups, request))
         if self._relayout is not None:
             return self._zero_on_device(self._relayout, unfilled)
-        return self._zero_on_host(unfilled)
+        for tiles, memories in self._cells.items():
+            for block, cells in tiles.inside(unfilled):
+                for memory in memories:
+                    # With numpy: torch would divide the work among its own threads, which then spin while they wait.
+                    memory[block, :, cells.start : cells.stop] = 0
+        return None
 
     def _zero_on_device(
         self, relayout: Relayout, unfilled: Sequence[Gap]
@@ -195,18 +200,6 @@ class TailZeroing:
         if mark is None:
             return _WaitingTable(relayout, table)
         return mark
-
-    def _zero_on_host(self, unfilled: Sequence[Gap]) -> DeviceMark | None:
-        is_any = False
-        for tiles, memories in self._cells.items():
-            for block, cells in tiles.inside(unfilled):
-                is_any = True
-                for memory in memories:
-                    # With numpy: torch would divide the work among its own threads, which then spin while they wait.
-                    memory[block, :, cells.start : cells.stop] = 0
-        if not is_any:
-            return None
-        return self.mark()
 
     def _divide(self, tensors: Sequence[PagedTensor]) -> tuple[list[_Tiles], Pieces]:
         """The pieces of the relayout: a row for each tensor, and a kind for each set of cells and shape that differ."""

@@ -18,6 +18,7 @@ a first contact with it failed, until it has restarted or refuses.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -110,9 +111,9 @@ class FailedPeers:
 _STATIC_CHECK_S = 0.5
 """Interval of the checks for static peers to connect, while some are not connected."""
 
-_EXIT_CHECK_S = 0.25
-"""Interval of the checks whether the processes of mapped peers have ended. With the turns of an idle thread, which are
-as far apart, an end is noticed within half a second."""
+CHECK_S = 0.25
+"""Interval of the checks whether the processes of mapped peers have ended, and of those for peers to forget. With the
+turns of an idle thread, which are as far apart, an end is noticed within half a second."""
 
 # Another boot of an engine at another address may be the same engine, restarted elsewhere, or a
 # second one that was given the same id: then both are read from in turn, and must not evict each
@@ -181,16 +182,12 @@ class PeerRegistry:
         # By address.
         self._static: dict[tuple[str, int], PeerKey] = {}
         self._static_check_s = 0.0
-        self._exits_checked_s = 0.0
+        self._checked_s = -math.inf
         self._is_paused = False
 
     def busy(self) -> bool:
         """True if `step` must be called again soon without being woken."""
         return bool(self.first_reads.under_way or self._handshakes.results)
-
-    def closing(self) -> bool:
-        """True if `step` must be called again, not urgently: first reads were given up and have not ended."""
-        return bool(self.first_reads.given_up)
 
     @property
     def num_ready(self) -> int:
@@ -223,7 +220,8 @@ class PeerRegistry:
                 break
         if self._ttl_s > 0 and self._ready:
             unused_longest = next(iter(self._ready.values()))
-            due_s.append(unused_longest.used_s + self._ttl_s)
+            expires_s = unused_longest.used_s + self._ttl_s
+            due_s.append(max(expires_s, self._checked_s + CHECK_S))
         return min(due_s, default=None)
 
     def peers(self) -> Iterator[Peer]:
@@ -312,16 +310,16 @@ class PeerRegistry:
             self._static_check_s = now_s + _STATIC_CHECK_S
             for key in self._static.values():
                 self.prewarm(key, now_s)
-        if now_s >= self._exits_checked_s + _EXIT_CHECK_S:
-            self._exits_checked_s = now_s
+        if has_changed or now_s >= self._checked_s + CHECK_S:
+            self._checked_s = now_s
             has_changed |= self._lose_exited(now_s)
-        self._retire_unused(now_s, in_use)
+            self._retire_unused(now_s, in_use)
         if self._retired:
             self._disconnect_retired(in_use)
         return has_changed
 
     def pause(self) -> None:
-        """Connect to nobody until `resume`. First reads are given up, as `closing` tells."""
+        """Connect to nobody until `resume`. First reads are given up, and end as `FirstReads.given_up` tells."""
         self._is_paused = True
         self._handshakes.close()
         self.first_reads.give_up_all()
