@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.link import lock_pauses
 from kvferry.link.counters import Counters
 from kvferry.protocol.digests import CHUNK_TOKENS, Prompt, digest_chain
 from kvferry.protocol.queries import (
@@ -19,7 +20,7 @@ from kvferry.protocol.queries import (
     Unsubscribe,
     chain_bytes,
 )
-from kvferry.scheduler.producer import pauses, prefix_directory
+from kvferry.scheduler.producer import prefix_directory
 from kvferry.scheduler.producer.prefix_directory import (
     CachedPrefix,
     PrefixDirectory,
@@ -277,7 +278,7 @@ def test_the_engines_thread_gets_its_turn_while_a_long_prompt_is_listed_and_look
 ) -> None:
     """The listener's thread gives the interpreter's lock away whenever it has had it for long."""
     clock = SlowClock()
-    monkeypatch.setattr(pauses, "time", clock)
+    monkeypatch.setattr(lock_pauses, "time", clock)
     scene.ask()
     assert clock.sleeps == 4 + LOOK_UP_PAUSES + 1, "each chunk, the look-up, the query"
     clock.sleeps = 0
