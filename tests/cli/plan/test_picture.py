@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.cli.plan.picture import arrange, draw
-from kvferry.cli.plan.summary import PlanSummary, summarise
+from kvferry.cli.plan.summary import Link, PlanSummary, summarise
 from kvferry.plan.cost import PUBLISHED
 from kvferry.plan.planner import plan_engine
 from tests.cli.plan.forms import read_pair, short_forms
@@ -42,9 +42,8 @@ PAIRS = {
 
 def summary_of(producer: str, consumer: str) -> PlanSummary:
     there, here = read_pair(producer, consumer)
-    return summarise(
-        here, there, plan_engine(here, there), PUBLISHED, tokens=None, link_gb_s=50.0
-    )
+    plans = plan_engine(here, there)
+    return summarise(here, there, plans, Link(50.0, PUBLISHED), None)
 
 
 @pytest.fixture(params=list(PAIRS.values()), ids=list(PAIRS))

@@ -14,7 +14,7 @@ from kvferry.cli.plan.command import (
     POOL_BYTES_VRAM,
     longest_staged_run,
 )
-from kvferry.cli.plan.summary import PlanSummary, summarise
+from kvferry.cli.plan.summary import Link, PlanSummary, summarise
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.cost import PUBLISHED, Costs
@@ -119,7 +119,7 @@ def test_bytes_and_descriptors_are_those_of_a_request(data: st.DataObject) -> No
         event("refused")
         return
     event("planned")
-    summary = summarise(consumer, producer, plans, costs, tokens=None, link_gb_s=50.0)
+    summary = summarise(consumer, producer, plans, Link(50.0, costs), None)
     request = request_for(producer, consumer, summary.tokens)
     for plan, worker in zip(plans, summary.workers, strict=True):
         pairs = pair_request(plan, consumer.groups, producer.groups, request)

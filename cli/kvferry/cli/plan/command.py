@@ -18,9 +18,9 @@ from kvferry.cli.arguments import (
 )
 from kvferry.cli.plan.copies import MAX_REQUEST_BYTES, copy_lines, read_request
 from kvferry.cli.plan.picture import draw
-from kvferry.cli.plan.prediction import MAX_TOKENS
+from kvferry.cli.plan.prompt import MAX_TOKENS
 from kvferry.cli.plan.sides import ReadSide, read_sides
-from kvferry.cli.plan.summary import PlanSummary, Refusal, side_of, summarise
+from kvferry.cli.plan.summary import Link, PlanSummary, Refusal, side_of, summarise
 from kvferry.cli.plan.tables import print_plan, print_refusal, print_sides
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
@@ -64,12 +64,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.same_host:
         plans = tuple(plan.with_mapped(mappable) for plan in plans)
     summary = summarise(
-        consumer.engine,
-        producer.engine,
-        plans,
-        costs,
-        tokens=tokens,
-        link_gb_s=link_gb_s,
+        consumer.engine, producer.engine, plans, Link(link_gb_s, costs), tokens
     )
     if options.svg is not None:
         write_file("--svg", options.svg, [draw(summary)])

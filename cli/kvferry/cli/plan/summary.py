@@ -1,30 +1,26 @@
 """The result of `kvferry plan` as one frozen value, from which the JSON, the tables and the picture are made.
 
-The field names are those of `--json`, documented in docs/cli.md. Bytes and descriptors are those of the prompt, as
-`prediction.py` counts them, unless their name says otherwise.
+The field names are those of `--json`, documented in docs/cli.md. Bytes and descriptors are those of the prompt unless
+their name says otherwise; merging by NIXL is not counted. What a flow, a worker and the whole pair cost, in bytes and
+in time, is added up from their reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.cli.plan.prediction import (
-    Effort,
-    Groups,
-    Predictor,
-    Units,
-    prompt_tokens,
-    source_effort,
-    total,
-)
+from kvferry.cli.plan.prompt import Groups, Units, count_units, prompt_tokens
 from kvferry.plan.cost import Costs
 from kvferry.plan.engine_shape import EngineShape, layer_order, natural
 from kvferry.plan.refusals import Reason
 from kvferry.plan.runs import Bundle
 from kvferry.plan.staged_layout import StagedSource
-from kvferry.plan.transfer_plan import Route, TransferPlan
+from kvferry.plan.tokens import TokenMap
+from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
 from kvferry.protocol.geometry import Interleave, Place, Range, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription, WorkerDescription
 
@@ -191,50 +187,87 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[Reason, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The link of every worker, for the predicted time.
+
+    Attributes:
+        gb_s: its bandwidth, GB/s.
+        costs: of descriptors, of the relayout and of copies from mapped memory.
+    """
+
+    gb_s: float
+    costs: Costs
+
+    def sends_ms(self, flows: Sequence[Flow]) -> float:
+        """The time of a producer worker's link for these flows."""
+        return round(self._sends_s(flows) * 1000, 3)
+
+    def reads_ms(self, flows: Sequence[Flow]) -> float:
+        """The time of a consumer worker for its flows, with the relayout and copies from mapped memory."""
+        # Both are the consumer's own work: the producer's link has neither.
+        relayout_s = self.costs.relayout_s(_bytes_placed(flows, Placing.STAGED))
+        mapped_s = self.costs.mapped_s(_bytes_placed(flows, Placing.MAPPED))
+        return round((self._sends_s(flows) + (relayout_s + mapped_s)) * 1000, 3)
+
+    def _sends_s(self, flows: Sequence[Flow]) -> float:
+        link_s = sum(flow.link_bytes for flow in flows) / (self.gb_s * 1e9)
+        descriptors = sum(flow.descriptors for flow in flows)
+        return link_s + descriptors * self.costs.descriptor_s
+
+
+def _bytes_placed(flows: Sequence[Flow], placing: Placing) -> int:
+    reads = (read for flow in flows for read in flow.reads)
+    return sum(read.bytes for read in reads if read.placing == placing)
+
+
 def summarise(
     consumer: EngineDescription,
     producer: EngineDescription,
     plans: Sequence[TransferPlan],
-    costs: Costs,
-    *,
+    link: Link,
     tokens: int | None,
-    link_gb_s: float,
 ) -> PlanSummary:
     """Sum up the plans of all consumer workers for a prompt.
 
     A worker's time is that of its own link, on either side; the predicted time is that of the slowest worker.
 
+    Args:
+        tokens: of the prompt; None for as many as `prompt_tokens` chooses.
+
     Raises:
         InvalidArgument: the prompt does not fit into a cache.
     """
     length = prompt_tokens(tokens, plans, consumer.groups, producer.groups)
-    predictor = Predictor(length, consumer.groups, producer.groups, costs, link_gb_s)
+
+    # Workers share most token maps, and counting one takes as long as pairing a request.
+    @functools.cache
+    def units_of(token_map: TokenMap) -> Units:
+        return count_units(token_map, consumer.groups, producer.groups, length)
+
     order = layer_order(consumer)
     workers = []
-    sending: list[list[Effort]] = [[] for _ in producer.workers]
+    links = []
+    sent: list[list[Flow]] = [[] for _ in producer.workers]
     for plan in plans:
-        efforts = [predictor.effort_of(route) for route in plan.routes]
-        for route, effort in zip(plan.routes, efforts, strict=True):
-            sending[route.worker].append(effort.of_producer)
-        flows = [
-            _flow(route, effort, predictor, consumer.groups, order)
-            for route, effort in zip(plan.routes, efforts, strict=True)
-        ]
-        workers.append(_reading_worker(plan, flows, total(efforts), predictor))
-    links = [
-        (worker.predicted_ms, Slowest(side="consumer", place=worker.place))
-        for worker in workers
-    ]
-    for sender, of_sender in zip(producer.workers, sending, strict=True):
-        sends_ms = predictor.milliseconds(total(of_sender))
-        links.append((sends_ms, Slowest(side="producer", place=sender.place)))
+        flows = tuple(
+            _flow(route, units_of, consumer.groups, order) for route in plan.routes
+        )
+        for flow in flows:
+            sent[flow.producer_worker].append(flow)
+        worker = _reading_worker(plan, flows, link)
+        workers.append(worker)
+        links.append((worker.predicted_ms, Slowest(side="consumer", place=plan.place)))
+    for sender, flows_of_sender in zip(producer.workers, sent, strict=True):
+        slow = Slowest(side="producer", place=sender.place)
+        links.append((link.sends_ms(flows_of_sender), slow))
     # All links work at the same time, so the slowest one decides.
-    predicted_ms, slowest = max(links, key=lambda link: link[0])
+    predicted_ms, slowest = max(links, key=lambda timed: timed[0])
     return PlanSummary(
         producer=side_of(producer),
         consumer=side_of(consumer),
         tokens=length,
-        link_gb_s=link_gb_s,
+        link_gb_s=link.gb_s,
         bytes_per_token=sum(
             flow.bytes_per_token for worker in workers for flow in worker.flows
         ),
@@ -248,49 +281,49 @@ def summarise(
 
 
 def _reading_worker(
-    plan: TransferPlan, flows: Sequence[Flow], effort: Effort, predictor: Predictor
+    plan: TransferPlan, flows: tuple[Flow, ...], link: Link
 ) -> ReadingWorker:
-    """One consumer worker with its flows, and the effort of all of them."""
     log, *debug = plan.describe_all()
     return ReadingWorker(
         place=plan.place,
         log=log,
         log_debug=tuple(debug),
-        bytes=effort.num_bytes,
-        link_bytes=effort.link_bytes,
-        descriptors=effort.descriptors,
-        predicted_ms=predictor.milliseconds(effort),
-        flows=tuple(flows),
+        bytes=sum(flow.bytes for flow in flows),
+        link_bytes=sum(flow.link_bytes for flow in flows),
+        descriptors=sum(flow.descriptors for flow in flows),
+        predicted_ms=link.reads_ms(flows),
+        flows=flows,
     )
 
 
 def _flow(
     route: Route,
-    effort: Effort,
-    predictor: Predictor,
+    units_of: Callable[[TokenMap], Units],
     groups: Groups,
     order: Mapping[str, int],
 ) -> Flow:
-    """The reads of one route, and their effort."""
-    reads = [
-        _read(route, bundle, predictor.units_of(bundle.tokens), groups, order)
+    reads = tuple(
+        _read(route, bundle, units_of(bundle.tokens), groups, order)
         for bundle in route.bundles
-    ]
-    staged = [
-        _staged_read(source, predictor.units_of(source.tokens))
-        for source in route.sources
-    ]
+    )
+    staged = tuple(
+        _staged_read(source, units_of(source.tokens)) for source in route.sources
+    )
+    # Staged bytes are over the link as `staged` reads them, mapped ones are not over it.
+    direct = [read for read in reads if read.placing == Placing.DIRECT]
     return Flow(
         producer=route.place,
         producer_worker=route.worker,
         expected=route.expected,
         bytes_per_token=sum(item.token_bytes for item in route.slices),
         bytes_per_request=sum(item.state_bytes for item in route.slices),
-        bytes=effort.num_bytes,
-        link_bytes=effort.link_bytes,
-        descriptors=effort.descriptors,
-        reads=tuple(reads),
-        staged=tuple(staged),
+        bytes=sum(read.bytes for read in reads),
+        link_bytes=sum(read.bytes for read in direct)
+        + sum(read.link_bytes for read in staged),
+        descriptors=sum(read.runs for read in direct)
+        + sum(read.descriptors for read in staged),
+        reads=reads,
+        staged=staged,
     )
 
 
@@ -333,10 +366,11 @@ def _read(
 
 
 def _staged_read(source: StagedSource, units: Units) -> StagedRead:
-    effort = source_effort(source, units)
+    # The producer's runs, of units or of whole blocks.
+    times = units.blocks if source.whole_blocks else units.units
     return StagedRead(
         reading=source.reading.value,
         run_bytes=source.bundle.run_bytes,
-        link_bytes=effort.link_bytes,
-        descriptors=effort.descriptors,
+        link_bytes=times * source.bundle.unit_bytes,
+        descriptors=times * source.bundle.unit_runs,
     )
