@@ -159,6 +159,22 @@ def test_a_new_version_under_the_same_name_is_trusted_when_the_old_ones_blocks_a
     )
 
 
+@pytest.mark.parametrize("first_in_place", [True, False])
+def test_a_number_that_had_two_contents_is_trusted_in_place_only(
+    tmp_path: Path, *, first_in_place: bool
+) -> None:
+    """Of the other requests, the engine has not said which of the contents they are computed with."""
+    path, adapters = adapter(tmp_path / "v1"), Adapters(has_prefix_cache=False)
+    first = content(path, adapters, load_inplace=first_in_place)
+    assert content(path, adapters) == first
+    newer = adapter(tmp_path / "v2", fill=2)
+    if first_in_place:
+        assert content(newer, adapters).startswith("unknown"), "it is not loaded"
+    assert content(newer, adapters, load_inplace=True) == content(newer)
+    for version in (path, newer):
+        assert content(version, adapters).startswith("unknown")
+
+
 def test_a_content_that_comes_back_is_not_trusted_before_the_other_ones_blocks_are_gone(
     tmp_path: Path,
 ) -> None:

@@ -98,15 +98,17 @@ class Adapters:
             return self._report(
                 name, "its files are not on this machine, or cannot be read"
             )
-        if not request.load_inplace:
-            # The engine loads an adapter once under its number and does not tell when. So only the content that was
-            # first seen under a number is known to be loaded; with `load_inplace` it is loaded before every step.
-            loaded = self._by_number.setdefault(number, content)
-            if content != loaded:
+        # The engine loads an adapter once under its number and does not tell when; with `load_inplace` it loads it again
+        # before every step. So only the content that was first seen under a number is known to be loaded, and none is
+        # once another one was loaded in its place.
+        loaded = self._by_number.setdefault(number, content)
+        if content != loaded:
+            if not request.load_inplace:
                 return self._report(
                     name,
                     "its files have changed since it was loaded; load it from another path",
                 )
+            self._by_number[number] = self._unknown
         if self._has_prefix_cache:
             # vLLM finds cached blocks by the adapter's name, whatever its content was. One name may have only one
             # content until the cache is emptied, or blocks of the old one would be served under the new digest.
