@@ -248,12 +248,9 @@ def layer_of(backend: Any, **attributes: Any) -> Any:
 
 def test_the_packing_names_the_backend_and_on_the_cpu_its_instruction_set() -> None:
     flash = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
-    assert packing_of(layer_of(flash), "layers.0") == "flash_attn"
-    assert (
-        packing_of(layer_of(CPUAttentionBackend, isa="vec16"), "layers.0")
-        == "cpu_attn/vec16"
-    )
-    assert packing_of(SimpleNamespace(), "layers.0") == "simplenamespace"
+    assert packing_of(layer_of(flash)) == "flash_attn"
+    assert packing_of(layer_of(CPUAttentionBackend, isa="vec16")) == "cpu_attn/vec16"
+    assert packing_of(SimpleNamespace()) == "simplenamespace"
 
 
 def test_the_packing_tells_the_kinds_of_float8_apart_which_vllm_keeps_in_one_dtype_and_mode() -> (
@@ -262,7 +259,6 @@ def test_the_packing_tells_the_kinds_of_float8_apart_which_vllm_keeps_in_one_dty
     def packing(cache_dtype: str) -> str:
         return packing_of(
             layer_of(CPUAttentionBackend, isa="vec", kv_cache_dtype=cache_dtype),
-            "layers.0",
         )
 
     assert packing("fp8") == packing("fp8_e4m3") == "cpu_attn/vec/fp8_e4m3"
@@ -278,7 +274,6 @@ def test_before_vllm_has_chosen_an_instruction_set_the_packing_asks_as_vllm_does
     with set_current_vllm_config(config):
         reported = packing_of(
             layer_of(CPUAttentionBackend, head_size=head_size, kv_cache_dtype="auto"),
-            "layers.0",
         )
     assert (
         reported

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvferry.connector.engine.facts import has_no_dp_siblings
+from kvferry.connector.engine.facts import steps_alone
 from kvferry.connector.vllm.core import EngineLoop
 from kvferry.link.load_notifier import LoadNotifier
 from kvferry.protocol.ids import new_boot_id
@@ -163,7 +163,7 @@ def test_only_an_engine_of_one_stage_and_one_rank_is_alone(
         pipeline_parallel_size=sizes[0], data_parallel_size=sizes[1]
     )
     config: Any = SimpleNamespace(parallel_config=parallel)
-    assert has_no_dp_siblings(config) is alone
+    assert steps_alone(config) is alone
 
 
 def test_only_what_the_local_cache_lacks_is_loaded(make_engine: Any) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 from kvferry.connector.config_values import (
     addresses,
     choice,
+    fraction,
     hosts,
     name,
-    names,
     number,
     path,
+    plugins,
     pool_size,
-    share,
     sources,
     whole,
     yes_or_no,
@@ -62,7 +62,7 @@ class FerryConfig:
     """All options of an operator. Each field's metadata has its check and its documentation."""
 
     backends: tuple[str, ...] = _option(
-        ("UCX",), names, "NIXL plugins, in order of preference", peer=True
+        ("UCX",), plugins, "NIXL plugins, in order of preference", peer=True
     )
     num_threads: int = _option(
         0, whole(0, 64), "extra threads of NIXL's UCX backend; 0: none", peer=True
@@ -124,7 +124,7 @@ class FerryConfig:
     )
     max_leased_fraction: float = _option(
         0.875,
-        share,
+        fraction,
         "fraction of the cache's blocks that held leases alone may keep; above it leases are evicted, unclaimed ones "
         "first, then the oldest; the default leaves an eighth of the cache for prompts to be prefilled",
     )
@@ -235,7 +235,7 @@ FORMER_KEYS = {
 
 
 def known_keys() -> tuple[str, ...]:
-    """All keys that are accepted under any name."""
+    """All keys that are accepted under any name, apart from `FORMER_KEYS`."""
     options = [option.name for option in fields(FerryConfig)]
     return tuple(sorted([*options, *WITHOUT_MEANING]))
 

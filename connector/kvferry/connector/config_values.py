@@ -70,7 +70,7 @@ def choice(*values: str) -> Callable[[str, Any], str]:
     return check
 
 
-def share(key: str, value: Any) -> float:
+def fraction(key: str, value: Any) -> float:
     """A fraction: above 0, at most 1."""
     if (
         isinstance(value, bool)
@@ -167,7 +167,7 @@ def sources(key: str, value: Any) -> tuple[str, ...]:
     return listed
 
 
-def names(key: str, value: Any) -> tuple[str, ...]:
+def plugins(key: str, value: Any) -> tuple[str, ...]:
     """Names of NIXL plugins; an empty list means UCX alone, as in the stock connector."""
     is_list = isinstance(value, (list, tuple))
     if not is_list or not all(isinstance(plugin, str) and plugin for plugin in value):

@@ -98,8 +98,8 @@ class Adapters:
             return self._report(
                 name, "its files are not on this machine, or cannot be read"
             )
-        # The engine loads an adapter once under its number and does not tell when; with `load_inplace` it loads it again
-        # before every step. So only the content that was first seen under a number is known to be loaded, and none is
+        # The engine loads an adapter once under its number and does not tell when, or with `load_inplace` before every
+        # step. So only the content that was first seen under a number is known to be loaded, and none is known any more
         # once another one was loaded in its place.
         loaded = self._by_number.setdefault(number, content)
         if content != loaded:

@@ -96,11 +96,11 @@ def caches_uncomputed_blocks(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.scheduler_config.policy == "priority")
 
 
-def has_no_dp_siblings(vllm_config: VllmConfig) -> bool:
-    """Whether a step that computes nothing may take a moment.
+def steps_alone(vllm_config: VllmConfig) -> bool:
+    """Whether nobody waits for this engine's steps, so that one which computes nothing may take a moment.
 
-    It may where nobody waits for the step: no other pipeline stage has a micro-batch for this one, and no other
-    data-parallel rank waits at the next collective operation.
+    No other pipeline stage has a micro-batch for it, and no other data-parallel rank waits at the next collective
+    operation.
     """
     parallel = vllm_config.parallel_config
     return bool(

@@ -1,4 +1,4 @@
-"""Block layouts: the block layout of the bytes of a cache block, as a backend's paged tensors.
+"""Block layouts: where a backend keeps what in the bytes of a cache block, and the paged tensors that describe it.
 
 Strides alone do not give the meaning of the bytes. A *pattern* is a hypothesis about it: the positions of the cells of
 K and V, computed from a view's shape and strides. `probe` tests every pattern against the bytes that the backend really
@@ -101,7 +101,7 @@ class TensorLayout:
         )
 
 
-def packing_of(layer: Any, layer_name: str) -> str:
+def packing_of(layer: Any) -> str:
     """The packing of a layer's blocks: the backend's name and everything that its block layout depends on."""
     name = type(layer).__name__
     if hasattr(layer, "get_attn_backend"):

@@ -90,7 +90,7 @@ def block_layouts_of(
             # It is the same cache.
             layouts[name] = layouts[target]
             continue
-        packing = packing_of(layer, name)
+        packing = packing_of(layer)
         is_attention = hasattr(spec, "kv_quant_mode")
         if not is_attention or not isinstance(view, torch.Tensor) or view.dim() != 4:
             # `discover` describes it otherwise, or refuses it.

@@ -216,6 +216,7 @@ def values_of(
 
 
 _MODES = ("NONE", "FP8_PER_TENSOR")
+"""Quantisation modes whose stored bytes are known, see `encodings_of`."""
 
 
 class CannotBeTried(Exception):

@@ -9,10 +9,10 @@ from kvferry.connector.engine.facts import (
     caches_uncomputed_blocks,
     can_stream,
     facts_of,
-    has_no_dp_siblings,
     lease_slots,
     num_workers,
     sibling_ports,
+    steps_alone,
     uses_host_buffer,
     writes_states_late,
 )
@@ -212,7 +212,7 @@ class SchedulerSide:
             drain_s=float(vllm_config.shutdown_timeout),
             loop=loop,
             load_listener=load_listener,
-            may_wait=has_no_dp_siblings(vllm_config),
+            may_wait=steps_alone(vllm_config),
         )
         self.demand = BlockDemand(vllm_config, self.requests, self.blocks)
         self.eviction = LeaseEviction(
@@ -253,7 +253,7 @@ class SchedulerSide:
         )
         self.life = RequestLife(context, parts)
         self._resets = CacheResets(
-            self.life.end_leases, may_step=has_no_dp_siblings(vllm_config)
+            self.life.end_leases, may_step=steps_alone(vllm_config)
         )
         self.engine_step = EngineStep(
             context,
