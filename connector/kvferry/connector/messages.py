@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 class FerryMetadata(KVConnectorMetadata):
     """One step's orders, encoded; empty when there are none.
 
-
     Attributes:
         head: the part that workers read before their step goes on (`encode_head`).
         frame: all orders (`encode_orders`).

@@ -254,7 +254,9 @@ class SideChannelClient:
         return await self._exchange(
             host,
             port,
-            lambda connection: describe(functools.partial(_ask, connection), hello),
+            lambda connection: ask_description(
+                functools.partial(_ask, connection), hello
+            ),
             MAX_PART_FRAME_BYTES,
             timeout_s,
             waits=waits,
@@ -375,7 +377,7 @@ async def _ask(connection: Connection, frame: bytes) -> bytes:
     return await connection.receive()
 
 
-async def describe(ask: Ask, hello: Hello) -> bytes:
+async def ask_description(ask: Ask, hello: Hello) -> bytes:
     """The frame of the listener's description, or of its refusal.
 
     Args:

@@ -80,6 +80,7 @@ class GuardedSocket:
         self._counters = counters
         self._on_request = on_request
         self._bad_frames = RateLimitedLog(logger)
+        self._bugs = RateLimitedLog(logger)
         self._check_again_s = 0.0
         self._is_skipping = False
         self.peer = ""
@@ -134,12 +135,12 @@ class GuardedSocket:
                 self.guarded(serve)
 
     def guarded(self, serve: Callable[[], None]) -> None:
-        """Call a function whose exceptions must not end the thread: each is a bug, so its traceback is logged."""
+        """Call a function whose exceptions must not end the thread: each is a bug, so a traceback is logged."""
         try:
             serve()
-        except Exception:
+        except Exception:  # noqa: BLE001 - shown, with its traceback
             self._counters.add("bad_frames")
-            logger.exception("side channel: a frame could not be served")
+            self._bugs.exception("side channel: a frame could not be served")
 
     def send(self, client_id: bytes, body: bytes) -> None:
         """Send an answer; it is dropped if the peer is gone or does not read."""

@@ -143,9 +143,11 @@ class Subscriber(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerLinksSnapshot:
-    """Attributes:
-    addresses: peers that are connected, or are to be, the first one first.
-    slots: of their connections.
+    """The links at one moment.
+
+    Attributes:
+        addresses: peers that are connected, or are to be, the first one first.
+        slots: of their connections.
     """
 
     addresses: tuple[Address, ...]

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvferry.link import limits
-from kvferry.link.client import describe, refusal
+from kvferry.link.client import ask_description, refusal
 from kvferry.link.connection import within
 from kvferry.link.connection_slots import Address
 from kvferry.link.peer_link import ConnectedPeer, PeerLink, PeerLinks
@@ -107,7 +107,7 @@ class PeerPrewarmer:
         hello = Hello(
             engine_id=UNKNOWN_ENGINE, client_id=self._client_id, queries_prompts=True
         )
-        answer = decode_without_workers(await describe(peer.ask, hello))
+        answer = decode_without_workers(await ask_description(peer.ask, hello))
         if isinstance(answer, Refused):
             raise PeerRefused(refusal(answer))
         host, port = address
