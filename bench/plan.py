@@ -21,8 +21,8 @@ import numpy as np
 from bench.command import quick_or_whole
 from bench.figures import Results, Table, Target
 from bench.llama import BLOCK_TOKENS, llama
-from kvferry.plan.blocks import RequestBlocks, pair_request
-from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_table
+from kvferry.plan.blocks import RequestBlocks, descriptor_pairs, pair_request
+from kvferry.plan.descriptors import DescriptorTable, route_table
 from kvferry.plan.planner import plan_transfer
 from kvferry.plan.transfer_plan import Placing, TransferPlan
 from kvferry.plan.waves import (

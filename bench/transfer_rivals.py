@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from bench.transfer_shapes import Scenario
-from kvferry.plan.blocks import RequestBlocks, pair_request
-from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_table
+from kvferry.plan.blocks import RequestBlocks, descriptor_pairs, pair_request
+from kvferry.plan.descriptors import DescriptorTable, route_table
 from kvferry.protocol.orders import LoadOrder
 from kvferry.protocol.slots import (
     SLOT_BYTES,

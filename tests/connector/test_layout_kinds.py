@@ -20,9 +20,9 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry.connector.layout.discovery import discover, groups_of
 from kvferry.connector.layout.sharding import Sharding
+from kvferry.plan.blocks import first_needed
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
-from kvferry.plan.tokens import first_needed
 from kvferry.protocol.geometry import Interleave, Range
 from kvferry.protocol.handshake import CacheGroup
 from tests.connector.caches import (

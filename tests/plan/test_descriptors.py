@@ -9,11 +9,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.plan.blocks import UnitPairs
+from kvferry.plan.blocks import DescriptorPairs, UnitPairs, descriptor_pairs
 from kvferry.plan.descriptors import (
-    DescriptorPairs,
     DescriptorTable,
-    descriptor_pairs,
     route_table,
 )
 from kvferry.plan.planner import plan_transfer

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvferry.plan.blocks import slots_before
 from kvferry.plan.tokens import (
     EVERYTHING,
     TokenSide,
@@ -17,7 +18,6 @@ from kvferry.plan.tokens import (
     shared_part,
     shares_meet,
     slot_of,
-    slots_before,
     token_of,
 )
 from kvferry.protocol.geometry import Interleave

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.plan.tokens import held_from, reaches_back
+from kvferry.plan.blocks import held_from, reaches_back
 from kvferry.protocol.handshake import CacheGroup
 
 small = st.integers(1, 24)

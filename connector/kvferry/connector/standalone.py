@@ -32,8 +32,7 @@ from kvferry.link.counters import Counters
 from kvferry.link.peer_link import PeerLinks
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.server import SideChannelListener
-from kvferry.plan.blocks import NULL_BLOCK
-from kvferry.plan.tokens import first_needed
+from kvferry.plan.blocks import NULL_BLOCK, first_needed
 from kvferry.protocol.digests import Prompt, digest_chain, shared_tokens
 from kvferry.protocol.errors import InvalidBlocks
 from kvferry.protocol.geometry import Place, Topology

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.descriptors import DescriptorTable, descriptor_pairs, route_table
+from kvferry.plan.blocks import UnitPairs, descriptor_pairs
+from kvferry.plan.descriptors import DescriptorTable, route_table
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Placing, Route
 

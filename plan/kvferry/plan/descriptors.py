@@ -1,4 +1,5 @@
-"""From a route to NIXL's descriptors: strided rows once per peer, index arrays once per request.
+"""From a route to NIXL's descriptors: strided rows, once per peer. The index arrays of a request are made from them in
+`plan/blocks.py`.
 
 A row is one run for all blocks of a cache: `(address, length, device, stride, count)`. Where the positions of a
 unit, or the tokens in it, continue through all blocks at a constant stride, they are part of the row. So preparing
@@ -7,13 +8,12 @@ costs O(tensors × slices), never O(blocks).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.plan.blocks import UnitPairs
 from kvferry.plan.runs import Bundle, RunAxis, UnitStride, grid
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Placing, Route
@@ -59,15 +59,6 @@ class DescriptorTable:
         return num_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class DescriptorPairs:
-    """One request's reads with one table: int32 `[n]` each, and their bytes."""
-
-    local: np.ndarray
-    remote: np.ndarray
-    num_bytes: int
-
-
 def route_table(
     route: Route, local_device: int, remote_device: int, placing: Placing | None = None
 ) -> DescriptorTable | None:
@@ -101,70 +92,6 @@ def route_table(
         )
         indices.append(index)
     return DescriptorTable(local.array(), remote.array(), tuple(indices))
-
-
-def descriptor_pairs(
-    table: DescriptorTable, units: Mapping[TokenMap, UnitPairs]
-) -> DescriptorPairs:
-    """The index arrays of one request."""
-    local: list[np.ndarray] = []
-    remote: list[np.ndarray] = []
-    num_bytes = 0
-    for index in table.indices:
-        pairs = units.get(index.tokens)
-        if pairs is None or not len(pairs):
-            continue
-        order = _order(index, pairs)
-        local_indices = row_indices(
-            index.local_starts,
-            index.local_step,
-            pairs.local_block[order],
-            pairs.local_position[order],
-        )
-        remote_indices = row_indices(
-            index.remote_starts,
-            index.remote_step,
-            pairs.remote_block[order],
-            pairs.remote_position[order],
-        )
-        local.append(local_indices)
-        remote.append(remote_indices)
-        num_bytes += len(local_indices) * index.run_bytes
-    if not local:
-        empty = np.empty(0, dtype=np.int32)
-        return DescriptorPairs(empty, empty, 0)
-    return DescriptorPairs(np.concatenate(local), np.concatenate(remote), num_bytes)
-
-
-def _order(index: BundleIndex, pairs: UnitPairs) -> np.ndarray:
-    """The order in which a run's descriptors ascend on the remote side.
-
-    NIXL merges only indices that are ascending and adjacent on both sides: 1,000 neighbours of 4 KiB took 280 to 330 µs
-    merged and 1,600 not merged.
-    """
-    positions = index.remote_starts.shape[1]
-    are_positions_inside_blocks = index.remote_step > 1 or positions == 1
-    if are_positions_inside_blocks:
-        return np.argsort(
-            pairs.remote_block * positions + pairs.remote_position, kind="stable"
-        )
-    # Each position has rows of its own: its blocks are neighbours.
-    return np.asarray(np.lexsort((pairs.remote_block, pairs.remote_position)))
-
-
-def row_indices(
-    starts: np.ndarray, step: int, blocks: np.ndarray, positions: np.ndarray
-) -> np.ndarray:
-    """The descriptors of units, run by run, int32.
-
-    Args:
-        starts: `[runs, positions]`, the first descriptor of each.
-    """
-    inside = (blocks * step).astype(np.int32)
-    # One position is the usual case, and needs no indexing.
-    if starts.shape[1] == 1:
-        return np.asarray((starts + inside[None, :]).ravel())
-    return np.asarray((starts[:, positions] + inside[None, :]).ravel())
 
 
 class BundleSide(NamedTuple):

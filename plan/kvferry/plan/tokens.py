@@ -3,8 +3,6 @@
 A *unit* is a run of tokens that lies in one block, and in one run of the interleave, on both sides: it can be
 copied as a whole, for any two block sizes. With blocks of 16 and 24 tokens a unit has 8: it is in one of two
 positions of a block of 16 and in one of three of a block of 24.
-
-`reaches_back` checks that the tokens which a producer holds of a sequence suffice to continue it.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.protocol.geometry import Interleave, PagedTensor
-from kvferry.protocol.handshake import CacheGroup
 
 EVERYTHING = Interleave()
 """The share of a rank that holds every token."""
@@ -115,13 +112,6 @@ def shared_part(share: Interleave, other: Interleave) -> float:
     return float((in_share(share, tokens) & in_share(other, tokens)).mean())
 
 
-def slots_before(share: Interleave, token: int) -> int:
-    """The number of tokens in `[0, token)` that are in a share: the local slot of the next one."""
-    whole_rounds, rest = divmod(token, share.ranks * share.run_tokens)
-    rest_after_run_start = max(rest - share.rank * share.run_tokens, 0)
-    return whole_rounds * share.run_tokens + min(rest_after_run_start, share.run_tokens)
-
-
 def slot_of(share: Interleave, tokens: np.ndarray) -> np.ndarray:
     """The local slots of tokens that are in a share: `(t div (I·S))·I + t mod I`."""
     run = share.run_tokens
@@ -137,65 +127,3 @@ def token_of(share: Interleave, slots: np.ndarray) -> np.ndarray:
 def in_share(share: Interleave, tokens: np.ndarray) -> np.ndarray:
     """Mask of the tokens that are in a share, bool."""
     return np.asarray(tokens // share.run_tokens % share.ranks == share.rank)
-
-
-def held_from(block_span: int, num_blocks: int, num_tokens: int) -> int:
-    """The first token of a sequence of `num_tokens` that its last `num_blocks` scheduler blocks hold.
-
-    Args:
-        block_span: tokens that one block covers on all ranks together: its local slots × the ranks that the tokens are
-            divided among.
-    """
-    all_blocks = -(-num_tokens // block_span)
-    return max(0, all_blocks - num_blocks) * block_span
-
-
-def first_needed(group: CacheGroup, next_token: int) -> int:
-    """The first token whose cache is needed to compute `next_token`.
-
-    In a window those are the `window_tokens − 1` before it. In chunked attention it is those of its own chunk, so the
-    first token of a chunk needs none.
-    """
-    if group.policy == "window":
-        return max(0, next_token - group.window_tokens + 1)
-    if group.policy == "chunk":
-        return next_token // group.window_tokens * group.window_tokens
-    return 0
-
-
-def reaches_back(
-    group: CacheGroup,
-    block_span: int,
-    first_held: int,
-    num_tokens: int,
-    prompt_tokens: int,
-) -> bool:
-    """True if an engine can continue a sequence from the tokens `[first_held, num_tokens)` that a producer holds.
-
-    Args:
-        block_span: tokens of a scheduler block of the engine that continues, see `held_from`.
-
-    Example: window 32, blocks of 16, 47 tokens, blocks of the tokens 16 … 47. To continue with token 47, tokens from 16
-    on are needed: enough. To compute token 46 again, tokens from 15 on: not enough. With blocks of 32, neither: the
-    first kept block begins at token 0.
-    """
-    if group.holds_every_token:
-        return True
-    is_whole_prompt = prompt_tokens <= num_tokens
-    if group.policy == "state":
-        # The state already includes the prompt's last token, which vLLM computes again.
-        return not is_whole_prompt
-    # Of a whole prompt vLLM computes the last token again for its logits: that token's window begins
-    # one token earlier, perhaps in a block that one of the two engines has freed already.
-    next_token = num_tokens
-    if is_whole_prompt:
-        next_token = num_tokens - 1
-    needed = range(first_needed(group, next_token), next_token)
-    # The first block that vLLM keeps of the sequence must be complete: vLLM uses it as the cache of
-    # all of its tokens, also for other prompts with the same prefix.
-    first_kept = first_needed(group, num_tokens) // block_span * block_span
-    kept = range(first_kept, num_tokens)
-    holds_what_is_kept = not kept or first_held <= first_kept
-    # A window of one token needs no token before its own.
-    keeps_what_is_needed = not needed or first_kept <= needed.start
-    return holds_what_is_kept and keeps_what_is_needed

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.plan.blocks import UnitPairs
-from kvferry.plan.descriptors import RowBuilder, remote_side, row_indices
+from kvferry.plan.blocks import UnitPairs, row_indices
+from kvferry.plan.descriptors import RowBuilder, remote_side
 from kvferry.plan.staged_layout import StagedSource
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.plan.blocks import NULL_BLOCK, RequestBlocks, pair_units
-from kvferry.plan.tokens import TokenMap, TokenSide, first_needed
+from kvferry.plan.blocks import NULL_BLOCK, RequestBlocks, first_needed, pair_units
+from kvferry.plan.tokens import TokenMap, TokenSide
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.handshake import CacheGroup
 

@@ -19,7 +19,7 @@ from kvferry.connector.engine.facts import can_stream, topology_of
 from kvferry.connector.layout.discovery import groups_of
 from kvferry.connector.vllm.core import RunningWeights
 from kvferry.connector.vllm.scheduler import has_tokens
-from kvferry.plan.tokens import reaches_back
+from kvferry.plan.blocks import reaches_back
 from kvferry.protocol.description_json import encode_engine_json, to_engine_json
 from kvferry.protocol.digests import Media, Prompt
 from kvferry.protocol.errors import InvalidConfig

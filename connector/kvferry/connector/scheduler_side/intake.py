@@ -36,7 +36,7 @@ from kvferry.connector.vllm.scheduler import (
 )
 from kvferry.link.allowed_hosts import TrustedHosts
 from kvferry.link.commands import RemoteLease
-from kvferry.plan.tokens import held_from
+from kvferry.plan.blocks import held_from
 from kvferry.protocol.digests import Prompt, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams
 from kvferry.protocol.handshake import LeaseName

@@ -27,8 +27,7 @@ from kvferry.connector.vllm.scheduler import (
     distinct_blocks,
     has_ended_well,
 )
-from kvferry.plan.blocks import NULL_BLOCK
-from kvferry.plan.tokens import first_needed, held_from
+from kvferry.plan.blocks import NULL_BLOCK, first_needed, held_from
 from kvferry.protocol.digests import GrowingChain, digest_chain
 from kvferry.protocol.params import (
     PARAMS_VERSION,

@@ -15,8 +15,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
-from kvferry.plan.descriptors import descriptor_pairs
+from kvferry.plan.blocks import RequestBlocks, UnitPairs, descriptor_pairs, pair_request
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.waves import SourceUnits, source_units
 from kvferry.protocol.handshake import CacheGroup

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvferry.plan.blocks import RequestBlocks, UnitPairs
-from kvferry.plan.tokens import TokenMap, TokenSide, slots_before
+from kvferry.plan.blocks import RequestBlocks, UnitPairs, slots_before
+from kvferry.plan.tokens import TokenMap, TokenSide
 from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
@@ -63,7 +63,16 @@ def gaps(
         units: the loaded units.
         groups: this engine's cache groups.
     """
-    for group_index, (start, tokens) in _first_loaded_slots(units).items():
+    # By cache group the first local slot that is loaded, and how its tokens are mapped.
+    first_slots: dict[int, tuple[int, TokenMap]] = {}
+    for tokens, pairs in units.items():
+        first_slot = pairs.first_slot
+        if first_slot is None:
+            continue
+        known = first_slots.get(tokens.group)
+        if known is None or first_slot < known[0]:
+            first_slots[tokens.group] = (first_slot, tokens)
+    for group_index, (start, tokens) in first_slots.items():
         side = tokens.local
         group = groups[group_index]
         ids = request.local[group_index]
@@ -77,20 +86,6 @@ def gaps(
         if stop > start and stop_in_block:
             block = _kernel_block(stop - 1, ids, group, side)
             yield Gap(group_index, block, stop_in_block, side.block_tokens)
-
-
-def _first_loaded_slots(
-    units: Mapping[TokenMap, UnitPairs],
-) -> dict[int, tuple[int, TokenMap]]:
-    """By cache group the first local slot that is loaded, and how its tokens are mapped. States have no slots."""
-    first_slots: dict[int, tuple[int, TokenMap]] = {}
-    for tokens, pairs in units.items():
-        if tokens.is_state or not len(pairs):
-            continue
-        known = first_slots.get(tokens.group)
-        if known is None or pairs.first_slot < known[0]:
-            first_slots[tokens.group] = (pairs.first_slot, tokens)
-    return first_slots
 
 
 def _kernel_block(
