@@ -112,7 +112,7 @@ class Timeline:
         return self.after_prefill((*self.to_load, *load_spans, *self.from_load))
 
     def after_prefill(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
-        """The parts of spans from the zero on, where the consumer had the params before it."""
+        """These spans; of a consumer that had the params before the prompt's end, only their parts after the zero."""
         # What overlaps with the prefill delays nobody, so it is no part of the handover.
         arrived = self.handover.get(DecodeArrived)
         if arrived is None or not arrived.is_early:

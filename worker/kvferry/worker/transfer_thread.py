@@ -505,6 +505,7 @@ class TransferThread:
         next_s = self.registry.next_s()
         if next_s is not None:
             due_s = min(due_s, next_s)
+        # A little longer: at a turn that comes too early nothing would be done, and the next one would follow at once.
         return max(due_s - time.monotonic(), 0.0) + MAX_BACKOFF_S
 
     def _next_poll_s(self) -> float | None:

@@ -72,6 +72,10 @@ class FerryWorker:
         caches: this worker's caches, registered here, and used until `close` except while they are withdrawn.
         make_fabric: the fabric; made, filled and prepared on the calling thread, then given to the transfer thread.
 
+    Attributes:
+        description: of this worker's registered memory, as peers and siblings get it.
+        registration: the life of this worker's registered memory.
+
     Raises:
         FabricError: the fabric is not available, or refuses the memory.
         InvalidConfig: the host memory that the settings require cannot be allocated.

@@ -43,7 +43,8 @@ def check_loopback(
 ) -> Iterator[Finding]:
     """The transfer in host memory, the library, and the names of variables that UCX does not know.
 
-    `command`: the arguments of Python that run each of the two processes.
+    Args:
+        command: the arguments of Python that run each of the two processes.
     """
     return _transfer(machine, "cpu", command)
 

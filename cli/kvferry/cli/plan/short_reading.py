@@ -45,7 +45,7 @@ _NEEDS = {
     "ssm": ("state_layers",),
     "conv": ("state_layers",),
 }
-# Keys that say what these say.
+# Keys, and those that would say once more beside them what they say.
 _EXCLUDES = {"stages": ("pp",), "mla": ("heads", "dim", "kv")}
 # Keys of attention alone. Not those that states have, too, or that may come with a model.
 _OF_ATTENTION = ("heads", "dim", "mla", "kv")
