@@ -17,12 +17,13 @@ GAUGES = {
 MOST_ADDED = {
     "rss_mb": 4.0,
     "own_mb": 4.0,
-    "objects": 5000.0,
+    "objects": 8000.0,
     "fds": 30.0,
     "threads": 3.0,
 }
 """Per 1,000 requests: limits for a soak of three minutes, some twice the most that was seen in one of 3,000 requests.
-`objects` is five of each request; that consumers remember ended leases is one of them, until 65,536 are remembered. A
+`objects` is eight of each request. Five of them are the ended lease that a consumer remembers (its key, the values of
+the key, and its place in the order: counted with 10,000 of them), until 65,536 are remembered or its life ends. A
 connection that is made again to a living peer leaves some descriptors; one left by every request would be 1,000."""
 MOST_PER_LIFE = {
     "rss_mb": 1.5,
