@@ -11,7 +11,8 @@ from bench.charts import drawn_as_svg
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from kvferry.cli.trace.report import format_result, format_time, name_of
+from kvferry.cli.formatting import format_time
+from kvferry.cli.trace.report import format_result, name_of
 from kvferry.trace.events import Phase
 from kvferry.trace.timeline import Span, Timeline
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvferry.cli.formatting import format_time
 from kvferry.cli.trace.command import HANDOVERS_OF_A_TRACE
-from kvferry.cli.trace.report import format_time, short_id
+from kvferry.cli.trace.report import short_id
 from kvferry.trace.events import LoadEnded
 from tests.cli.command import refused, run
 from tests.trace.example import STREAMED, write_example

@@ -140,12 +140,14 @@ def rounded_count(number: float) -> str:
     return _scaled(number, 1000, ("", "k", "M", "G", "T")).replace(" ", "")
 
 
-def milliseconds(time_ms: float) -> str:
-    """`22.2 ms`, `1.23 s`."""
-    # From here on three digits would be 1000.
-    if time_ms < 999.5:
-        return f"{digits(time_ms)} ms"
-    return f"{digits(time_ms / 1000)} s"
+def format_time(nanoseconds: float) -> str:
+    """`85 µs`, `4.21 ms`, `1.3 s`, `12 min`."""
+    for unit, size in (("µs", 1e3), ("ms", 1e6)):
+        if nanoseconds < 999.5 * size:
+            return f"{nanoseconds / size:.3g} {unit}"
+    if nanoseconds < 600e9:
+        return f"{nanoseconds / 1e9:.3g} s"
+    return f"{nanoseconds / 60e9:.0f} min"
 
 
 def spans(ranges: Iterable[Range]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.trace.clocks import Clocks, clock_of, moment, reference_of
+from kvferry.trace.clocks import Clocks, clock_of, reference_of
 from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,
@@ -177,157 +177,99 @@ class Timeline:
 _READS = (Phase.POSTING, Phase.READING)
 
 
+# The time of the first event of each kind on the reference clock; nothing of a kind that was not recorded.
+_Times = dict[type[RequestEvent], int]
+
+
 def make_timeline(handover: Handover, clocks: Clocks) -> Timeline:
     """The timeline of a handover, its times shifted to its reference clock."""
     times = _times_of(handover, clocks)
+    given = times.get(ParamsGiven)
+    asked = times.get(PrefixAsked)
+    arrived = times.get(DecodeArrived)
+    ordered = times.get(LoadOrdered)
+    resumed = _first_known(times.get(LoadReported), times.get(Recomputed))
+    stepped = times.get(DecodeScheduled)
+    if resumed is None and ordered is None:
+        # The consumer has all blocks already: it goes on with its first step.
+        resumed = stepped
+        stepped = None
     workers = _workers(handover, clocks)
     last = _last_of(workers)
-    first_begun = None
-    if workers:
-        first_begun = workers[0].begun_ns
+    if last is None:
+        # No worker has recorded its stages: the load is one phase.
+        of_load = _spans((Phase.LOAD, ordered, resumed))
+        loaded = None
+    else:
+        of_load = _spans((Phase.ORDER, ordered, last.begun_ns))
+        loaded = last.ended_ns
+    # While the producer kept the prompt's blocks for the consumer.
+    kept_from = _first_known(given, loaded)
+    over = times.get(LeaseOver)
+    held = None
+    if kept_from is not None and over is not None:
+        held = _span(Phase.HELD, kept_from, over)
     zero_ns = _first_known(
         # No prompt ends for a prefix: it begins when engines are asked for it.
-        times.asked,
-        times.given,
-        # Where the prompt's end was not recorded, the earliest that is known of the consumer.
-        times.arrived,
-        times.ordered,
-        times.recomputed,
-        first_begun,
-        times.reported,
-        # Then anything else.
-        times.queued,
-        times.scheduled,
-        times.over,
+        asked,
+        given,
+        # Where the prompt's end was not recorded, the earliest that is known of the consumer, then anything else.
+        arrived,
+        ordered,
+        times.get(Recomputed),
+        *(worker.begun_ns for worker in workers),
+        *times.values(),
     )
     return Timeline(
         handover=handover,
-        steps=_steps(handover, clocks, times.given),
         before=_spans(
-            (Phase.PREFILL_QUEUE, times.queued, times.scheduled),
-            (Phase.PREFILL, times.scheduled, times.given),
+            (
+                Phase.PREFILL_QUEUE,
+                times.get(PrefillArrived),
+                times.get(PrefillScheduled),
+            ),
+            (Phase.PREFILL, times.get(PrefillScheduled), given),
         ),
-        to_load=_to_load(times, last),
+        steps=_steps(handover, clocks, given),
+        to_load=(
+            *_spans(
+                (Phase.ROUTER, given if asked is None else None, arrived),
+                (Phase.PREFIX_QUERY, asked, arrived),
+                (Phase.DECODE_QUEUE, arrived, _first_known(ordered, resumed)),
+            ),
+            *of_load,
+        ),
         workers=workers,
-        from_load=_from_load(times, last),
-        held=_held(times, last),
+        from_load=_spans(
+            (Phase.REPORT, loaded, resumed), (Phase.FIRST_STEP, resumed, stepped)
+        ),
+        held=held,
         zero_ns=zero_ns or 0,
-        ended_ns=times.resumed,
+        ended_ns=resumed,
         outcome=outcome_of(handover),
         missing=missing_parts(handover),
     )
 
 
-# The times of a handover's events.
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """Times of events on the reference clock; None where one was not recorded.
-
-    Attributes:
-        resumed: when the consumer could go on, with or without a load.
-        stepped: when it has gone on, where that is another moment.
-    """
-
-    queued: int | None
-    scheduled: int | None
-    given: int | None
-    over: int | None
-    asked: int | None
-    arrived: int | None
-    ordered: int | None
-    reported: int | None
-    recomputed: int | None
-    resumed: int | None
-    stepped: int | None
-
-
 def _times_of(handover: Handover, clocks: Clocks) -> _Times:
-    """What was recorded of a handover, and what can be said where an event is not recorded."""
     reference = reference_of(handover)
-
-    def at(kind: type[RequestEvent]) -> int | None:
-        recorded = moment(handover, kind)
-        if recorded is None:
-            return None
-        return recorded.at_ns + clocks.shift_ns(recorded.clock, reference)
-
-    arrived = at(DecodeArrived)
-    ordered = at(LoadOrdered)
-    reported = at(LoadReported)
-    recomputed = at(Recomputed)
-    stepped = at(DecodeScheduled)
-    if arrived is None and ordered is None:
+    times: _Times = {}
+    for half in (handover.prefill, handover.decode):
+        if half is None:
+            continue
+        shift_ns = clocks.shift_ns(clock_of(half.process), reference)
+        for kind, event in half.events.items():
+            times[kind] = event.at_ns + shift_ns
+    is_unusable = DecodeArrived not in times and LoadOrdered not in times
+    if is_unusable and Recomputed in times:
         # Unusable params are found at the arrival, which is not recorded then.
-        arrived = recomputed
-    resumed = _first_known(reported, recomputed)
-    if resumed is None and ordered is None:
-        # The consumer has all blocks already: it goes on with its first step.
-        resumed = stepped
-        stepped = None
-    return _Times(
-        queued=at(PrefillArrived),
-        scheduled=at(PrefillScheduled),
-        given=at(ParamsGiven),
-        over=at(LeaseOver),
-        asked=at(PrefixAsked),
-        arrived=arrived,
-        ordered=ordered,
-        reported=reported,
-        recomputed=recomputed,
-        resumed=resumed,
-        stepped=stepped,
-    )
+        times[DecodeArrived] = times[Recomputed]
+    return times
 
 
 def _first_known(*times_ns: int | None) -> int | None:
     """The first of these times that was recorded."""
-    for time_ns in times_ns:
-        if time_ns is not None:
-            return time_ns
-    return None
-
-
-# The phases between them.
-
-
-def _to_load(times: _Times, last: WorkerSpans | None) -> tuple[Span, ...]:
-    """From the prompt's end until the last worker had its order, or the consumer went on without a load."""
-    wait = _spans(
-        (Phase.ROUTER, times.given if times.asked is None else None, times.arrived),
-        (Phase.PREFIX_QUERY, times.asked, times.arrived),
-        (
-            Phase.DECODE_QUEUE,
-            times.arrived,
-            _first_known(times.ordered, times.resumed),
-        ),
-    )
-    if last is not None:
-        return (*wait, *_spans((Phase.ORDER, times.ordered, last.begun_ns)))
-    # No worker has recorded its stages: the load is one phase.
-    return (*wait, *_spans((Phase.LOAD, times.ordered, times.resumed)))
-
-
-def _from_load(times: _Times, last: WorkerSpans | None) -> tuple[Span, ...]:
-    """From the end of the last worker's load until the consumer's first step."""
-    loaded = None
-    if last is not None:
-        loaded = last.ended_ns
-    return _spans(
-        (Phase.REPORT, loaded, times.resumed),
-        (Phase.FIRST_STEP, times.resumed, times.stepped),
-    )
-
-
-def _held(times: _Times, last: WorkerSpans | None) -> Span | None:
-    """While the producer kept the prompt's blocks for the consumer."""
-    kept_from = times.given
-    if kept_from is None and last is not None:
-        kept_from = last.ended_ns
-    if kept_from is None or times.over is None:
-        return None
-    return _span(Phase.HELD, kept_from, times.over)
+    return next((time_ns for time_ns in times_ns if time_ns is not None), None)
 
 
 def _steps(handover: Handover, clocks: Clocks, given: int | None) -> tuple[Span, ...]:

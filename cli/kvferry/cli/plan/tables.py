@@ -14,8 +14,8 @@ from kvferry.cli.formatting import (
     binary_bytes,
     decimal_bytes,
     digits,
+    format_time,
     format_tokens,
-    milliseconds,
     print_line,
     print_table,
     rounded_count,
@@ -209,7 +209,7 @@ def _print_time(summary: PlanSummary) -> None:
     print_line(
         f"a prompt of {counted(summary.tokens, 'token')}: {', '.join(sizes)}", hang=2
     )
-    time = milliseconds(summary.predicted_ms)
+    time = format_time(summary.predicted_ms * 1e6)
     slowest = f"{summary.slowest.side} {summary.slowest.place}"
     print_line(
         f"predicted: {time} over {digits(summary.link_gb_s)} GB/s a worker; {slowest} is the slowest",

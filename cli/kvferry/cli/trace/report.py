@@ -6,7 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.cli.formatting import decimal_bytes, digits, print_line, print_table
+from kvferry.cli.formatting import (
+    decimal_bytes,
+    digits,
+    format_time,
+    print_line,
+    print_table,
+)
 from kvferry.plan.wording import counted
 from kvferry.trace.events import Phase
 from kvferry.trace.summary import Durations, Summary
@@ -19,16 +25,6 @@ _ROUTED = re.compile(r"^(?:chat)?cmpl-___prefill_addr_.*___decode_addr_[^_]*_(.+
 _UUID = re.compile(r"([0-9a-f]{8})-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
 _PHASE_COLUMNS = 5
 """Phases with a column of their own: as many as fit beside a request's id in 80 letters."""
-
-
-def format_time(nanoseconds: float) -> str:
-    """`85 µs`, `4.21 ms`, `1.3 s`, `12 min`."""
-    for unit, size in (("µs", 1e3), ("ms", 1e6)):
-        if nanoseconds < 999.5 * size:
-            return f"{nanoseconds / size:.3g} {unit}"
-    if nanoseconds < 600e9:
-        return f"{nanoseconds / 1e9:.3g} s"
-    return f"{nanoseconds / 60e9:.0f} min"
 
 
 def format_result(timeline: Timeline) -> str:
