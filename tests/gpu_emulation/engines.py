@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.accuracy.model import default_cache_dir
-from tests.vllm.forked_engine import ForkedEngine, hand_over, start
+from tests.vllm.forked_engine import ForkedEngine, difference, hand_over, start
 from tests.vllm.forked_engine_child import Answer, EngineSpec
 from tests.vllm.small_models import FIRST_TOKEN, VOCABULARY, small_model
 
@@ -80,13 +79,6 @@ def prompt_of(length: int, number: int = 0) -> list[int]:
         FIRST_TOKEN + (7 * at * at + 11 * at + 131 * number) % span
         for at in range(length)
     ]
-
-
-def difference(one: Answer, other: Answer) -> float:
-    """The largest of their log-probabilities; infinite when the tokens differ."""
-    if one.tokens != other.tokens:
-        return math.inf
-    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
 
 
 @dataclass(frozen=True)

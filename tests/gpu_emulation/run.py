@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from tests.gpu_emulation import build
+from tests.processes import has_processes
 
 CASES = "tests/gpu_emulation/cases"
 ALL_S = 3600.0
@@ -52,18 +53,10 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
         except ProcessLookupError:
             break
         end_s = time.monotonic() + wait_s
-        while time.monotonic() < end_s and _lives(process.pid):
+        while time.monotonic() < end_s and has_processes(process.pid):
             process.poll()
             time.sleep(0.05)
     process.wait(STOP_S)
-
-
-def _lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

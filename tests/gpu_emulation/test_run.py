@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.gpu_emulation import build
 from tests.gpu_emulation.run import TIME_IS_OVER, run
+from tests.processes import has_processes
 from tests.waiting import wait_until
 
 STANDS_STILL = """\
@@ -31,12 +31,4 @@ def test_what_stands_still_is_ended_with_its_children(
     monkeypatch.setattr("tests.gpu_emulation.run.STOP_S", 0.5)
     assert run([], 1.0) == TIME_IS_OVER
     group = int(Path(f"{python}.pid").read_text())
-
-    def is_gone() -> bool:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
-        return False
-
-    wait_until(is_gone, "all of its processes have ended")
+    wait_until(lambda: not has_processes(group), "all of its processes have ended")

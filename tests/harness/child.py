@@ -42,6 +42,7 @@ from tests.harness.exported import slots_of
 from tests.harness.fault_fabric import Point, Stops
 from tests.harness.integrity import check_every_turn, check_worker, snapshot_of
 from tests.harness.ledgers import check_leases, check_loads
+from tests.processes import task_count
 
 SOCKETS_S = 0.3
 """How long these engines keep unused sockets; outside of drills it is a minute."""
@@ -222,7 +223,7 @@ class Server:
             peers=len(engine.fabric.peers),
             prepared=engine.fabric.prepared(),
             files=len(list(Path("/proc/self/fd").iterdir())),
-            tasks=len(list(Path("/proc/self/task").iterdir())) - planners,
+            tasks=task_count() - planners,
             threads=sorted(
                 name
                 for name in names

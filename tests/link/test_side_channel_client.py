@@ -35,6 +35,7 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from tests.link.raw_listener import answer_of, end_after_the_request
+from tests.processes import task_count
 from tests.protocol.samples import make_description
 from tests.waiting import wait_until
 
@@ -88,7 +89,7 @@ def fetch(
 
 
 def alive() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    return len(os.listdir("/proc/self/fd")), task_count()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

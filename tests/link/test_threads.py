@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -13,13 +12,10 @@ from kvferry.link.renewer import LeaseRenewer
 from tests.link.channel import ANY_ADDRESS, HOST, listening, many_hosts
 from tests.link.test_query_client import query
 from tests.link.test_renewer import LONG_S, lease
+from tests.processes import task_count
 from tests.waiting import wait_until
 
 PEERS = 256
-
-
-def _threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
 
 
 @pytest.mark.slow
@@ -54,10 +50,10 @@ def test_threads_of_a_scheduler_do_not_grow_with_its_peers(
                 )
 
             connect(0, 1)
-            with_one = _threads()
+            with_one = task_count()
             connect(1, PEERS)
             # Those of tests before this one may end meanwhile.
-            assert _threads() <= with_one
+            assert task_count() <= with_one
     finally:
         for one in (*silent, *clients):
             one.close()

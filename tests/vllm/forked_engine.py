@@ -10,6 +10,7 @@ workers are forked where they would be spawned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -277,3 +278,10 @@ def hand_over(
         timeout_s=60,
     )
     return answer, int(read)
+
+
+def difference(one: Answer, other: Answer) -> float:
+    """The largest of their log-probabilities; infinite when the tokens differ."""
+    if one.tokens != other.tokens:
+        return math.inf
+    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.accuracy.engines import Transfer
+from tests.processes import has_processes
 from tests.vllm.conftest import START_S
 from tests.vllm.fleet import prefill
 from tests.vllm.forked_server import ForkedServer, small_server
@@ -33,15 +34,6 @@ def terminate(engine: ForkedServer) -> int:
     """SIGTERM to the API server alone, as a supervisor sends it. Returns its group."""
     os.kill(engine.pid, signal.SIGTERM)
     return engine.pid
-
-
-def has_processes(group: int) -> bool:
-    """Whether a process of the group is alive."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def check_gone(engine: ForkedServer, group: int) -> None:

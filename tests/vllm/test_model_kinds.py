@@ -21,6 +21,7 @@ from scripts.accuracy.model import default_cache_dir
 from tests.vllm.forked_engine import (
     EngineFailed,
     ForkedEngine,
+    difference,
     hand_over,
     hand_over_at_once,
     start,
@@ -46,13 +47,6 @@ BFLOAT16_NOISE = 0.5
 NO_FP8 = "FP8 KV cache on CPU requires x86 with AVX-512 or AMX"
 
 NO_MAMBA_1 = "'_OpNamespace' '_C' object has no attribute 'selective_scan_fwd'"
-
-
-def difference(one: Answer, other: Answer) -> float:
-    """The largest of their log-probabilities; infinite when the tokens differ."""
-    if one.tokens != other.tokens:
-        return math.inf
-    return max(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
 
 
 def answers(engine: ForkedEngine) -> list[Answer]:

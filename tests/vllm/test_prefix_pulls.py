@@ -18,11 +18,11 @@ import pytest
 from kvferry.protocol.digests import CHUNK_TOKENS
 from scripts.accuracy.client import ASK_FOR_PREFILL
 from scripts.accuracy.metrics import Scrape
-from tests.vllm.forked_engine import ForkedEngine, start
+from tests.vllm.forked_engine import ForkedEngine, difference, start
 from tests.vllm.forked_engine_child import EngineSpec
 from tests.vllm.model_kinds import EXACT, LLAMA, Kind
 from tests.vllm.small_models import FIRST_TOKEN, VOCABULARY
-from tests.vllm.test_model_kinds import NOISE, difference
+from tests.vllm.test_model_kinds import NOISE
 from tests.waiting import wait_until
 
 _rng = random.Random(35)

@@ -15,11 +15,10 @@ from tests.gpu_emulation.engines import (
     NOISE,
     Settings,
     Trio,
-    difference,
     is_mapped,
     prompt_of,
 )
-from tests.vllm.forked_engine import hand_over
+from tests.vllm.forked_engine import difference, hand_over
 
 MODEL = "small-llama-4"
 PROMPT = prompt_of(40)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.gpu_emulation.engines import NOISE, Settings, Trio, difference, prompt_of
-from tests.vllm.forked_engine import hand_over_at_once
+from tests.gpu_emulation.engines import NOISE, Settings, Trio, prompt_of
+from tests.vllm.forked_engine import difference, hand_over_at_once
 from tests.waiting import wait_until
 
 Differs = Callable[[float], float]

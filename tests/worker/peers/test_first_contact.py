@@ -6,7 +6,6 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,6 +22,7 @@ from kvferry.worker.peers.plan_cache import PlanCache
 from kvferry.worker.settings import WorkerSettings
 from tests.link.channel import HOST, ask, listening
 from tests.plan import samples
+from tests.processes import task_count
 from tests.waiting import wait_until
 
 PEERS = 256
@@ -35,10 +35,6 @@ def contact() -> Iterator[FirstContact]:
     made = FirstContact(samples.engine(workers=[samples.worker()]), Costs(), settings)
     yield made
     made.close()
-
-
-def _threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def test_threads_are_as_many_with_256_silent_producers_as_with_one(
@@ -56,9 +52,9 @@ def test_threads_are_as_many_with_256_silent_producers_as_with_one(
                 accepted.append(silent.accept()[0])
 
         connect(1)
-        with_one = _threads()
+        with_one = task_count()
         connect(PEERS)
-        assert _threads() == with_one
+        assert task_count() == with_one
         assert ended.empty()
         for connection in accepted:
             connection.close()
