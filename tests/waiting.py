@@ -11,6 +11,10 @@ LONGEST_S = math.inf
 """The longest wait of any test. Shorter only where the awaited event is known not to come: see
 `tests.faults.guards_off`."""
 
+LONGEST_JOIN_S = 60.0
+"""In the place of the product's bound for a thread that is to end. A `close` that takes half of it has waited for one
+that does not end; any machine is quicker with one that does."""
+
 SHORTEST_PAUSE_S = 0.0002
 LONGEST_PAUSE_S = 0.002
 
