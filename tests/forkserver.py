@@ -9,7 +9,13 @@ import multiprocessing
 import os
 from multiprocessing.context import ForkServerContext
 
-PRELOAD = ["tests.vllm_preload", "tests.harness.child"]
+PRELOAD = [
+    "tests.vllm_preload",
+    "tests.harness.child",
+    # Each guard is switched off in a process of its own, which runs pytest.
+    "pytest",
+    "hypothesis",
+]
 """Modules that the server imports when it starts; tests of another vLLM have others (tests/gpu_emulation)."""
 
 
