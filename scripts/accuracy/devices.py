@@ -94,15 +94,20 @@ def free_ports(count: int) -> list[int]:
     Raises:
         OSError: hardly any port is free.
     """
-    candidates = random.Random().sample(
-        range(_LOWEST, _HIGHEST), min(count + 2000, _HIGHEST - _LOWEST)
-    )
-    found = list(islice(filter(_is_free, candidates), count))
+    # One after the other: a sample of all that may be needed takes longer than the test that asks for one port.
+    chooser = random.Random()
+    found: set[int] = set()
+    for _ in range(count + 2000):
+        if len(found) == count:
+            break
+        port = chooser.randrange(_LOWEST, _HIGHEST)
+        if port not in found and _is_free(port):
+            found.add(port)
     if len(found) < count:
         raise OSError(
             f"only {len(found)} free ports were found from {_LOWEST} to {_HIGHEST}; {count} are needed"
         )
-    return found
+    return list(found)
 
 
 def free_port_range(count: int) -> int:
