@@ -41,6 +41,8 @@ _SILENT_S = 15.0
 """After so long without a line, one says how far it is: pip unpacks gigabytes without a word."""
 _NEVER_IMPORTED = frozenset({"test", "tests"})
 """Folders that packages bring along: a tenth of all that could be compiled."""
+_SELDOM_IMPORTED = ("/transformers/models", "/torch/testing", "/anthropic")
+"""A quarter of what is left, of which an engine imports a few files; the first one compiles these."""
 _LARGE = re.compile(r"Downloading (\S+) \((\d+(?:\.\d+)?) (MB|GB)\)")
 _NO_CPU_TORCH = """\
 No CPU build of torch {wanted} can be had from the package index that pip uses here: it offers {found}.
@@ -218,7 +220,12 @@ def _not_compiled(folder: Path) -> Iterator[str]:
         if "__pycache__" in folders:
             folders.remove("__pycache__")
             compiled.update(os.listdir(f"{path}/__pycache__"))
-        folders[:] = [name for name in folders if name not in _NEVER_IMPORTED]
+        folders[:] = [
+            name
+            for name in folders
+            if name not in _NEVER_IMPORTED
+            and not f"{path}/{name}".endswith(_SELDOM_IMPORTED)
+        ]
         for name in names:
             if name.endswith(".py") and name[:-3] + suffix not in compiled:
                 yield f"{path}/{name}"

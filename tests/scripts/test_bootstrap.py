@@ -161,6 +161,9 @@ def test_what_was_installed_is_compiled_though_pip_did_not(tmp_path: Path) -> No
     (package / "right.py").write_text("x = 1\n")
     (package / "wrong.py").write_text("print 'of another Python'\n")
     (package / "tests" / "test_right.py").write_text("x = 1\n")
+    seldom = tmp_path / "lib" / "transformers" / "models"
+    seldom.mkdir(parents=True)
+    (seldom / "one_of_thousands.py").write_text("x = 1\n")
     environment = Environment(tmp_path)
     environment.compile()
     (package / "later.py").write_text("x = 1\n")
