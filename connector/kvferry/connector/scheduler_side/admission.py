@@ -124,11 +124,6 @@ class BlockDemand:
 
     # Stalls.
 
-    def admitted(self, request: Request) -> None:
-        """vLLM has allocated blocks for a request, so admission is not stalled. A preempted one does not count."""
-        if not request.num_preemptions:
-            self.end_stall()
-
     def stalled_blocks(self, clock_s: float, heartbeat_s: float) -> int:
         """Blocks that waiting requests are assumed to lack besides the free ones: more than 0 once in a heartbeat.
 
@@ -191,9 +186,7 @@ class LeaseEviction:
         steps: Steps,
         max_leased_fraction: float,
     ) -> None:
-        self._offers_turns = context.local.offers_turns
-        self._leases = context.leases
-        self._blocks = context.blocks
+        self._context = context
         self._block_demand = block_demand
         self._steps = steps
         self._max_leased_fraction = max_leased_fraction
@@ -212,10 +205,10 @@ class LeaseEviction:
             return True
         # If a worker's transfer thread is stuck, blocks do not return, and vLLM must not wait for them for ever: the
         # lease that has been ending for the longest has a heartbeat.
-        heartbeat_s = self._leases.clock.heartbeat_s
-        if self._leases.clock_s > self._first_ending_since_s + heartbeat_s:
+        heartbeat_s = self._context.leases.clock.heartbeat_s
+        if self._context.leases.clock_s > self._first_ending_since_s + heartbeat_s:
             return False
-        return self._leases.block_references.num_coming() > 0
+        return self._context.leases.block_references.num_coming() > 0
 
     def evict(self) -> None:
         """End as many leases as needed; their blocks return with the workers' reports, a step or two later."""
@@ -232,10 +225,13 @@ class LeaseEviction:
             )
 
     def _evict(self) -> None:
-        references = self._leases.block_references
-        clock_s = self._leases.clock_s
-        self._note_first_ending()
-        longest = self._blocks.longest
+        references = self._context.leases.block_references
+        clock_s = self._context.leases.clock_s
+        first_ending = next(iter(references.ending), None)
+        if first_ending is None or first_ending != self._first_ending:
+            self._first_ending = first_ending
+            self._first_ending_since_s = clock_s
+        longest = self._context.blocks.longest
         has_blocks = references.num_requests or references.is_returning
         if longest is None or not has_blocks or clock_s < self._recheck_s:
             return
@@ -243,7 +239,7 @@ class LeaseEviction:
         if demand is None:
             self._missed_since_s = None
             return
-        ranked = candidates(self._leases)
+        ranked = candidates(self._context.leases)
         # At least as many as leases alone keep, and free to know.
         num_leased = len(references)
         if num_leased > demand.cap:
@@ -256,14 +252,8 @@ class LeaseEviction:
         elif len(ranked) > _MANY:
             self._recheck_s = max(self._recheck_s, clock_s + _RECHECK_S)
 
-    def _note_first_ending(self) -> None:
-        first = next(iter(self._leases.block_references.ending), None)
-        if first is None or first != self._first_ending:
-            self._first_ending = first
-            self._first_ending_since_s = self._leases.clock_s
-
     def _end(self, lease: ProducerLease, how: str) -> None:
-        self._leases.end(lease, how)
+        self._context.leases.end(lease, how)
         logger.debug(
             "req=%s slot=%d: lease ended early (%s)", lease.request_id, lease.slot, how
         )
@@ -274,17 +264,18 @@ class LeaseEviction:
         Args:
             longest: blocks of the longest possible request.
         """
-        references = self._leases.block_references
-        num_blocks = self._blocks.num_blocks
+        references = self._context.leases.block_references
+        num_blocks = self._context.blocks.num_blocks
         # Without the null block.
         cap = int((num_blocks - 1) * self._max_leased_fraction)
         reserve = 0
-        if self._offers_turns or self._leases.num_prefixes:
+        are_slots_short = False
+        if self._context.local.offers_turns or self._context.leases.num_prefixes:
             reserve = num_blocks // _RESERVED
-        are_slots_short = self._are_slots_short()
+            are_slots_short = self._are_slots_short()
         num_leased = len(references)
         is_within_limits = num_leased <= cap and not are_slots_short
-        num_free = self._blocks.num_free
+        num_free = self._context.blocks.num_free
         if is_within_limits and num_free >= longest + reserve:
             # No request can need more. Most steps end here, so this is all that they pay: it has constant cost.
             references.are_blocks_short = False
@@ -304,7 +295,7 @@ class LeaseEviction:
         may_be_stalled = bool(needs) and not num_coming and num_free < longest
         if may_be_stalled:
             stalled_blocks = self._block_demand.stalled_blocks(
-                self._leases.clock_s, self._leases.clock.heartbeat_s
+                self._context.leases.clock_s, self._context.leases.clock.heartbeat_s
             )
         if stalled_blocks:
             need = max(need, min(num_free + stalled_blocks, longest))
@@ -321,18 +312,16 @@ class LeaseEviction:
 
     def _are_slots_short(self) -> bool:
         """True if turns or prefixes occupy slots that other leases will need."""
-        if not self._offers_turns and not self._leases.num_prefixes:
-            return False
-        slots = self._leases.slots
-        num_free = slots.free + len(self._leases.block_references.ending)
+        slots = self._context.leases.slots
+        num_free = slots.free + len(self._context.leases.block_references.ending)
         return num_free < slots.count / _RESERVED
 
     def _is_missed_for_long(self) -> bool:
         """True if the need or the cap has been missed for a heartbeat."""
         if self._missed_since_s is None:
             return False
-        heartbeat_s = self._leases.clock.heartbeat_s
-        return self._leases.clock_s >= self._missed_since_s + heartbeat_s
+        heartbeat_s = self._context.leases.clock.heartbeat_s
+        return self._context.leases.clock_s >= self._missed_since_s + heartbeat_s
 
 
 _MAX_COUNTED = 4096
@@ -377,7 +366,9 @@ class Admission:
         """
         if entry.failed_load in (FailedLoad.FAILED, FailedLoad.TRIED):
             return self._must_move(entry)
-        if not self._is_kept_out(entry, may_load=may_load):
+        # In nearly all engines at all times: nothing is pinned, and no load has failed.
+        may_any_wait = bool(self._moved or self._quarantine.num_blocks)
+        if not may_any_wait or not self._is_kept_out(entry, may_load=may_load):
             self._skipped.leave(entry)
             return False
         # vLLM admits one that reads no prefix whatever the connector says, if it fits
@@ -430,7 +421,7 @@ class Admission:
 
     def _is_shut_out(self, entry: EngineRequest) -> bool:
         """True if a request cannot fit as long as blocks are pinned, even if all others end."""
-        if not len(self._quarantine) or not self._can_count:
+        if not self._quarantine.num_blocks or not self._can_count:
             return False
         # Block 0 is the null block.
         num_unpinned = self._blocks.num_blocks - 1 - self._quarantine.num_blocks
@@ -486,7 +477,8 @@ class StallWatch:
     def __init__(self, context: SchedulerContext, loop: EngineLoop) -> None:
         self._context = context
         self._loop = loop
-        self._since_s: float | None = None  # on the leases' clock
+        # When it began, on the leases' clock, and how many heartbeats of it were counted.
+        self._since_s: float | None = None
         self._num_heartbeats = 0
 
     def step(self, computes: bool) -> None:
@@ -496,12 +488,13 @@ class StallWatch:
             computes: whether it computes tokens.
         """
         if computes or self._context.loads.in_flight or not len(self._context.requests):
-            self._reset()
+            self._since_s = None
             return
         # On the leases' clock, which stands still while this process does not run: a paused machine is no stall.
         clock_s = self._context.leases.clock_s
         if self._since_s is None:
             self._since_s = clock_s
+            self._num_heartbeats = 0
         heartbeat_s = self._context.leases.clock.heartbeat_s
         # It reads all requests, so once in a heartbeat and not in every step.
         if clock_s < self._since_s + heartbeat_s * (self._num_heartbeats + 1):
@@ -518,16 +511,12 @@ class StallWatch:
             bool(waiting) and self._context.blocks.num_free > 0
         )
         if not is_stalled or self._loop.is_paused:
-            self._reset()
+            self._since_s = None
             return
         self._num_heartbeats += 1
         self._context.counters.add("stalled_heartbeats")
         if _is_power_of_two(self._num_heartbeats):  # it may last for hours
             self._log(clock_s - self._since_s, holding, waiting)
-
-    def _reset(self) -> None:
-        self._since_s = None
-        self._num_heartbeats = 0
 
     def _is_over(self, entry: EngineRequest) -> bool:
         """True if its load has ended, while vLLM has not looked at it since."""

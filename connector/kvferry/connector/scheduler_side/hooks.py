@@ -132,7 +132,9 @@ class RequestLife:
     ) -> None:
         """vLLM has allocated blocks for the request. It is told so twice if the request loads, before and after."""
         entry = self._context.requests.enter(request)
-        self._parts.demand.admitted(request)
+        if not request.num_preemptions:
+            # One that was preempted had been admitted before: others may be waiting as long as ever.
+            self._parts.demand.end_stall()
         self._parts.admission.left_queue(entry)
         self._open_lease(entry)
         self._parts.tickets.admitted(entry)
@@ -335,7 +337,8 @@ class EngineStep:
         # Before eviction: after idling, messages that claim leases are still in the inbox.
         self._parts.channel.receive()
         wants_report = self._parts.steps.begin()
-        self._estimate.step_begins(num_tokens, total, time.monotonic())
+        if self._context.local.asks_prefixes:
+            self._estimate.step_begins(num_tokens, total, time.monotonic())
         self._eviction.evict()
         # After eviction, which may need what prefixes would take.
         computes = bool(num_tokens)
@@ -392,8 +395,9 @@ class EngineStep:
         self._parts.channel.flush()
 
     def _apply_report(self, report: FerryWorkerMetadata) -> None:
-        # First: vLLM frees the blocks of failed loads at once, and some may still be written.
-        self._context.loads.quarantine.update(report.alive, time.monotonic())
+        if report.alive:
+            # First: vLLM frees the blocks of failed loads at once, and some may still be written.
+            self._context.loads.quarantine.update(report.alive, time.monotonic())
         self._monitor.workers.update(report.gauges)
         if self._context.tracing is not None:
             self._context.tracing.loads_reported(report.loads)
@@ -403,6 +407,7 @@ class EngineStep:
         self._parts.steps.reported(report.over)
 
     def _measure_load(self, prompt: RemotePrompt, now_s: float) -> None:
+        """What a good load says about the pull of a prefix, and what this one has saved if it was one."""
         ticket = prompt.source.kvferry
         follows_prefill = ticket.stream_row is not None or ticket.opens_within_s > 0
         load_s = now_s - prompt.ordered_s
@@ -426,7 +431,8 @@ class EngineStep:
             if prompt is not None:
                 now_s = time.monotonic()
                 self._context.counters.sample("handover_s", now_s - prompt.offered_s)
-                self._measure_load(prompt, now_s)
+                if self._context.local.asks_prefixes:
+                    self._measure_load(prompt, now_s)
             return
         prompt = self._context.loads.failed(request_id)
         if prompt is not None and prompt.state is RemotePromptState.FAILED:

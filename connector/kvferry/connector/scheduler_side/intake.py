@@ -95,13 +95,14 @@ class RequestIntake:
         try:
             params = read_params(request.kv_transfer_params, request.num_prompt_tokens)
             if isinstance(params, RemoteDecode):
-                if self._accept_prefill(entry):
+                may_pull = self._accept_prefill(entry)
+                if may_pull and self._context.local.asks_prefixes:
                     self._pulls.arrived(entry)
             elif isinstance(params, NamedPrefill):
                 self._accept_named_prompt(entry, params)
             elif params is not None:
                 self._remote.accept(entry, params)
-            else:
+            elif self._context.local.asks_prefixes:
                 self._pulls.arrived(entry)
         except ForeignParams as foreign:
             self._remote.compute_here(request, "foreign_params", str(foreign))

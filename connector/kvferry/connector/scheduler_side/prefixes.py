@@ -94,9 +94,12 @@ class PrefixIntake:
         self._configured = configured
 
     def arrived(self, entry: EngineRequest) -> None:
-        """A request has arrived that loads nothing else: ask for its prefix, if that may pay."""
+        """A request has arrived that loads nothing else: ask for its prefix, if that may pay.
+
+        Called where `LocalEngine.asks_prefixes`.
+        """
         request = entry.request
-        if not self._context.local.asks_prefixes or not _wants_prefix(request):
+        if not _wants_prefix(request):
             return
         num_tokens = request.num_prompt_tokens
         if self._context.local.is_all_or_nothing:
@@ -416,9 +419,7 @@ class PrefixLeases:
         loop: EngineLoop,
         directory: PrefixDirectory,
     ) -> None:
-        self._local = context.local
-        self._leases = context.leases
-        self._blocks = context.blocks
+        self._context = context
         self._cache = cache
         self._take_backs = take_backs
         self._builder = builder
@@ -444,7 +445,7 @@ class PrefixLeases:
         if not self._cache.hash_tokens:
             return
         # One more token than the prompt has: the list that grows with the answer.
-        prompt = self._local.prompt_of(
+        prompt = self._context.local.prompt_of(
             entry.request, entry.request.num_prompt_tokens + 1
         )
         if prompt is None:
@@ -487,13 +488,13 @@ class PrefixLeases:
         Args:
             computes: whether the step computes any token.
         """
-        if self._leases.num_prefixes and self._loop.is_paused:
+        if self._context.leases.num_prefixes and self._loop.is_paused:
             # A pause is complete when no block is held, and whoever pauses an engine waits for that. Who reads a prefix
             # can compute it.
-            self._leases.release_all("evicted", (LeaseUse.PREFIX,))
+            self._context.leases.release_all("evicted", (LeaseUse.PREFIX,))
         if not self.needs_step:
             return
-        self._note_model(self._local.weights.version())
+        self._note_model(self._context.local.weights.version())
         self._end_given_up()
         self._taking.extend(map(_Taking, self._directory.take_wanted()))
         num_left = BLOCKS_AT_ONCE
@@ -519,7 +520,7 @@ class PrefixLeases:
             self._give_back(taking)
             self._directory.changed(queried)
             return stop - first
-        references = self._leases.block_references
+        references = self._context.leases.block_references
         references.reserve(taking.reservation, found.block_ids[first:stop])
         self._num_taken += stop - first
         if not taking.blocks_left and not self._take_backs.may_come(found.block_ids):
@@ -531,7 +532,7 @@ class PrefixLeases:
         found = queried.found
         self._forget(taking)
         self._num_opened += 1
-        lease = self._leases.hold_prefix(
+        lease = self._context.leases.hold_prefix(
             f"{self._name}-{self._num_opened}",
             self._builder.worker_prefix_blocks(found),
             taking.reservation,
@@ -551,18 +552,18 @@ class PrefixLeases:
             return PrefixRefusal.NO_PREFIX
         if taking.queried.generation != self._directory.generation:
             return PrefixRefusal.NO_PREFIX
-        leases = self._leases
+        leases = self._context.leases
         num_slots = leases.slots.count
         if leases.num_prefixes >= max(1, num_slots // SHARE):
             return PrefixRefusal.NO_LEASE
         if leases.slots.free <= num_slots // RESERVED:
             return PrefixRefusal.NO_LEASE
-        num_blocks = self._blocks.num_blocks
+        num_blocks = self._context.blocks.num_blocks
         num_kept = leases.num_prefix_blocks + self._num_taken + taking.blocks_left
         if num_kept > num_blocks // SHARE:
             return PrefixRefusal.NO_LEASE
         # As if none of its blocks were used by a request: to count them takes a look at each.
-        if self._blocks.num_free - taking.blocks_left < num_blocks // RESERVED:
+        if self._context.blocks.num_free - taking.blocks_left < num_blocks // RESERVED:
             return PrefixRefusal.NO_LEASE
         return None
 
@@ -570,12 +571,12 @@ class PrefixLeases:
         for queried in self._directory.take_given_up():
             lease = queried.lease
             if lease is not None and not lease.ended_by:
-                self._leases.end(lease, "release")
+                self._context.leases.end(lease, "release")
 
     def _note_model(self, weights: str) -> None:
         # vLLM's hashes depend neither on the weights nor on what an adapter's files hold: what was listed with the old
         # ones would find blocks of the new.
-        model = (weights, self._local.adapters.num_replaced)
+        model = (weights, self._context.local.adapters.num_replaced)
         if model != self._model:
             self._model = model
             self.reset()
@@ -587,7 +588,7 @@ class PrefixLeases:
 
     def _give_back(self, taking: _Taking) -> None:
         self._forget(taking)
-        self._leases.block_references.cancel(taking.reservation)
+        self._context.leases.block_references.cancel(taking.reservation)
 
     def _forget(self, taking: _Taking) -> None:
         self._taking.remove(taking)

@@ -180,7 +180,7 @@ class Steps:
         if self._prefix_leases.needs_step:
             return StepReason.PREFIXES
         # An engine that ends needs its blocks no more: it would step until `failed_read_grace_s` has passed.
-        if len(self._loads.quarantine) and not is_draining:
+        if self._loads.quarantine.num_requests and not is_draining:
             return StepReason.QUARANTINE
         if not self._leases.block_references.held:
             return None

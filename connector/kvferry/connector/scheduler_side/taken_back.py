@@ -20,7 +20,7 @@ they have computed from it. Those are *unsound* from then on, and so is every bl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -143,6 +143,10 @@ class TakeBacks:
         spans: see `LocalEngine`; of the only group, since vLLM refuses a report of blocks that were not filled where
             there are more.
         max_steps: the most steps in flight.
+
+    Attributes:
+        are_possible: False from the answers to all loads on, until another connector loads within a step again: then
+            there is nothing to note in a step, and every request is settled. So it is in nearly all engines, always.
     """
 
     def __init__(
@@ -152,31 +156,31 @@ class TakeBacks:
         spans: Sequence[int],
         max_steps: int,
     ) -> None:
+        self.are_possible = False
         self._requests = requests
         self._blocks = blocks
         self._spans = spans
         self._max_steps = max_steps
+        # Of the steps in which they are possible.
         self._step = 0
         # The first step that comes after the answers to all loads so far.
         self._answered_by = 0
-        # Since the last step began.
-        self._admitted: list[EngineRequest] = []
         # What unsettled steps have computed: until which step it may be taken back, and the blocks.
         self._computed: list[tuple[int, Sequence[int]]] = []
         self._unsound = UnsoundRequests(requests, blocks)
 
-    def admitted(self, entry: EngineRequest) -> None:
-        """vLLM has allocated the first blocks of a request, for the first time or again; their step begins later."""
-        self._admitted.append(entry)
-        # If it is unsound, it begins anew, with other blocks.
-        self._unsound.first.pop(entry, None)
-
     def begin_step(
-        self, num_tokens: Mapping[str, int], *, loads: bool
+        self,
+        admitted: Iterable[EngineRequest],
+        num_tokens: Mapping[str, int],
+        *,
+        loads: bool,
     ) -> tuple[EngineRequest, ...]:
-        """A step has been scheduled.
+        """A step has been scheduled. Called if another connector loads within it, or if `are_possible`.
 
         Args:
+            admitted: requests to which vLLM has allocated their first blocks since the step before, or allocated them
+                again.
             num_tokens: of each request.
             loads: whether another connector loads within this step.
 
@@ -191,17 +195,21 @@ class TakeBacks:
             self._answered_by = self._step + self._max_steps
         # Whichever request of this step it is that loads: blocks are in the prefix cache as soon as they are scheduled,
         # so all the others may have hit what it is to fill.
-        for entry in self._admitted:
+        for entry in admitted:
             entry.settled_by_step = self._answered_by
-        self._admitted.clear()
+            # If it is unsound, it begins anew, with other blocks.
+            self._unsound.first.pop(entry, None)
         # No request is settled later than by the answers to all loads so far.
-        if self._answered_by <= self._step:
+        is_answered = self._answered_by <= self._step
+        if is_answered:
             self._computed.clear()
         else:
             self._note_computed(num_tokens)
-        if not self._unsound.first:
-            return ()
-        return self._unsound.scheduled(num_tokens)
+        unsound: tuple[EngineRequest, ...] = ()
+        if self._unsound.first:
+            unsound = self._unsound.scheduled(num_tokens)
+        self.are_possible = not is_answered or bool(self._unsound.first)
+        return unsound
 
     def is_unsettled(self, entry: EngineRequest) -> bool:
         """True if vLLM may still take tokens of a request back."""
@@ -234,6 +242,8 @@ class TakeBacks:
             if num_computed > first * span:
                 self._unsound.first[entry] = num_computed // span
                 unsound.append(entry)
+        if unsound:
+            self.are_possible = True
         return TakenBack(not_filled, tuple(unsound))
 
     def _note_computed(self, num_tokens: Mapping[str, int]) -> None:

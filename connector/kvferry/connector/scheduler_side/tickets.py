@@ -112,12 +112,14 @@ class TicketBuilder:
         # the end on. Such a prefill is always capped at one token (`intake.leave_out`): it ends with its prompt.
         self._holds_early = not context.local.has_states
         self._take_backs = take_backs
+        # Since the last step.
+        self._admitted: list[EngineRequest] = []
         # What every step looks at, so not all requests are looked at for it.
         self._prefills: dict[EngineRequest, _Prefill] = {}
 
     def admitted(self, entry: EngineRequest) -> None:
         """The request is scheduled, for the first time or again, and its lease has a slot."""
-        self._take_backs.admitted(entry)
+        self._admitted.append(entry)
         lease = self._context.leases.running(entry.request_id)
         if lease is None:
             self.directory.over(entry.request_id, "no_lease")
@@ -152,8 +154,13 @@ class TicketBuilder:
             preempted: requests whose blocks were freed since the last step.
             loads: whether another connector loads within this step.
         """
-        for unsound in self._take_backs.begin_step(num_tokens, loads=loads):
-            self._give_up(unsound)
+        admitted = self._admitted
+        self._admitted = []
+        if loads or self._take_backs.are_possible:
+            for unsound in self._take_backs.begin_step(
+                admitted, num_tokens, loads=loads
+            ):
+                self._give_up(unsound)
         for request_id in preempted:
             entry = self._context.requests.find(request_id)
             if entry is not None and entry.ticket is not None:
@@ -209,7 +216,10 @@ class TicketBuilder:
             request.num_computed_tokens + num_tokens, request.num_prompt_tokens
         )
         # As long as vLLM may take back what the first step has computed, nothing is published and no ticket is given.
-        if not self._take_backs.is_unsettled(entry):
+        may_be_taken_back = (
+            self._take_backs.are_possible and self._take_backs.is_unsettled(entry)
+        )
+        if not may_be_taken_back:
             self._issue_step(prefill, lease, num_complete)
         is_incomplete = entry in self._prefills
         if is_incomplete and prefill.chain is not None:

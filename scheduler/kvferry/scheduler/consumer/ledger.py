@@ -501,27 +501,25 @@ class QuarantinedBlocks:
 
     Attributes:
         pool: as given.
+        num_blocks: pinned blocks.
     """
 
     def __init__(self, pool: BlockPool | None) -> None:
         self.pool = pool
+        self.num_blocks = 0
         # By worker, its latest report: not every worker reports in every step.
         self._alive: dict[int, frozenset[str]] = {}
         # By request, as workers name loads; it may have ended. The oldest is first.
         self._pinned: dict[str, PinnedBlocks] = {}
 
-    def __len__(self) -> int:
+    @property
+    def num_requests(self) -> int:
         """The number of requests whose blocks are pinned."""
         return len(self._pinned)
 
-    @property
-    def num_blocks(self) -> int:
-        """The number of pinned blocks."""
-        return sum(len(pin.blocks) for pin in self._pinned.values())
-
     def update(self, alive: Mapping[int, frozenset[str]], now_s: float) -> None:
         """Take the requests whose blocks may still be written, by worker, before vLLM frees blocks of the step."""
-        if not alive or self.pool is None:
+        if self.pool is None:
             return
         self._alive.update(alive)
         named = frozenset().union(*self._alive.values())
@@ -529,6 +527,7 @@ class QuarantinedBlocks:
             self._pin(self.pool, request_id, now_s)
         for request_id in self._pinned.keys() - named:
             pin = self._pinned.pop(request_id)
+            self.num_blocks -= len(pin.blocks)
             self.pool.give_back(pin.blocks)
 
     def gauges(self, now_s: float) -> dict[str, float]:
@@ -551,3 +550,4 @@ class QuarantinedBlocks:
         blocks = pool.loaded_into(request_id)
         pool.keep(blocks)
         self._pinned[request_id] = PinnedBlocks(blocks, now_s)
+        self.num_blocks += len(blocks)
