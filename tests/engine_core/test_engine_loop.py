@@ -83,8 +83,7 @@ def test_weights_that_are_updated_are_those_of_no_other_engine_until_they_are_na
         collective_rpc=lambda *call: calls.append(call)
     )
     weights = RunningWeights()
-    weights.watch()
-    weights.watch()
+    weights.attach(core)
     before = inspect.signature(core.collective_rpc)
     core.collective_rpc(method, None, (1,), {"two": 2})
     assert calls == [(method, None, (1,), {"two": 2})]
@@ -117,8 +116,11 @@ def test_an_engine_notices_updates_from_its_first_turn_on(
 def test_the_version_of_weights_is_read_from_the_core_and_empty_before_they_are_updated(
     make_core: Any,
 ) -> None:
-    assert RunningWeights().version() == "", "there is no core"
     core, weights = make_core(), RunningWeights()
+    core.set_weight_version("step-6")
+    assert weights.version() == "", "there is no core"
+    core.set_weight_version("default")
+    weights.attach(core)
     assert weights.version() == ""
     core.set_weight_version("step-7")
     assert weights.version() == "step-7"

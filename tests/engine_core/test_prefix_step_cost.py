@@ -65,8 +65,6 @@ def test_no_part_of_a_question_of_32k_tokens_takes_a_step_long(
     engine.add("own", prompt, max_tokens=1)
     engine.run()
     chain = chain_bytes(digest_chain(Prompt(tokens=prompt), TOKENS))
-    # `find_core` looks at all threads where there is no engine core; in an engine it is found once.
-    monkeypatch.setattr(side.channel.local.weights, "version", lambda: "")
     holding = timed(side.prefix_leases, "step", monkeypatch)
     ending = timed(side.leases, "end", monkeypatch)
     orders = timed(side.leases, "take_orders", monkeypatch)

@@ -103,6 +103,8 @@ class SchedulerSide:
         allowed = allowed_hosts_of(config.allowed_hosts, secrets, local.host)
         loop = EngineLoop()
         self._local = local
+        self._loop = loop
+        self._is_attached = False
 
         # Its requests, and the two ledgers over them.
         counters = Counters()
@@ -273,11 +275,18 @@ class SchedulerSide:
 
     def must_step(self) -> bool:
         """Whether the engine must step although it has no request. If not, it is idle, even with held leases."""
-        self._local.weights.watch()
-        self._resets.watch()
+        if not self._is_attached:
+            self._attach_to_core()
         # Answers need no step: an idle engine gives the tickets of requests that have ended back at once.
         self.life.take_answers()
         return self.steps.must_step(has_producers=self.channel.poll())
+
+    def _attach_to_core(self) -> None:
+        core = self._loop.find()
+        if core is not None:
+            self._is_attached = True
+            self._local.weights.attach(core)
+            self._resets.attach(core)
 
     def described(self, handshakes: Collection[KVConnectorHandshakeMetadata]) -> None:
         """The workers have described themselves. Raises as `SideChannel.publish`."""

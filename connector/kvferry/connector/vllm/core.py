@@ -1,5 +1,5 @@
 """vLLM's engine core in this process: its loop (paused, ending, waking, waiting on its thread), resets of its prefix
-cache, and the version of its weights. All three find it by `find_core`."""
+cache, and the version of its weights. `EngineLoop` finds it; the other two are told (`attach`)."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class EngineLoop:
 
     def __init__(self) -> None:
         self.is_ending = False
+        # Looked for until it is found: at the start of the connector it does not exist yet.
         self._core: Any = None
         # Two messages, told apart by identity. vLLM treats both alike: it looks for work.
         self._wakeup: Any = None
@@ -47,6 +48,14 @@ class EngineLoop:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._notice(number)
+
+    def find(self) -> Any:
+        """The engine core, looked for if it was not found before; None if there is none.
+
+        Called by `has_pending_push_work`, which vLLM's loop asks before it takes its first request or call: from then
+        on `is_paused` is right.
+        """
+        return self._try(lambda core: core)
 
     def wake(self) -> None:
         """Have the loop check whether it must step; ends `wait`, which then returns False."""
@@ -67,6 +76,8 @@ class EngineLoop:
     @property
     def is_paused(self) -> bool:
         """True if the engine is paused (`is_scheduler_paused`, v1/engine/core.py:955)."""
+        if self._core is None:
+            return False
         return bool(self._try(lambda core: core.is_scheduler_paused()))
 
     def _notify(self, core: Any) -> None:
@@ -183,19 +194,17 @@ class CacheResets:
     def __init__(self, end_leases: Callable[[], bool], *, may_step: bool) -> None:
         self._end_leases = end_leases
         self._may_step = may_step
-        self._is_watching = False
 
-    def watch(self) -> None:
-        """End leases before resets from now on, if there is an engine core. Idempotent."""
-        if self._is_watching or not self._may_step:
+    def attach(self, core: Any) -> None:
+        """End leases before this engine core's resets from now on."""
+        if not self._may_step:
             return
         try:
-            core = find_core()
             reset = core.reset_prefix_cache
             _ = core._process_engine_step
             _ = core.scheduler.set_pause_state
             _ = core.model_executor.is_sleeping
-        except Exception:  # noqa: BLE001 - as for weights
+        except Exception:  # noqa: BLE001 - vLLM's internals may differ
             return
 
         signature = inspect.signature(reset)
@@ -208,7 +217,6 @@ class CacheResets:
             return reset(*args, **options)
 
         core.reset_prefix_cache = without_leases
-        self._is_watching = True
 
     def _step_without_requests(self, core: Any) -> None:
         if not self._end_leases() or core.model_executor.is_sleeping:
@@ -259,17 +267,12 @@ class RunningWeights:
         self._name_before = ""
         self._own_name = f"unnamed {secrets.token_hex(16)}"
 
-    def watch(self) -> None:
-        """Notice updates from now on, if there is an engine core. Idempotent."""
-        # Called by `has_pending_push_work`, which vLLM's loop asks before it takes its first request or call. At the
-        # start of the connector the core does not exist yet.
-        if self._core is not None:
-            return
+    def attach(self, core: Any) -> None:
+        """Notice updates by this engine core from now on."""
         try:
-            core = find_core()
             _ = core.get_weight_version()
             call = core.collective_rpc
-        except Exception:  # noqa: BLE001 - vLLM's internals may differ, or the engine is in a user's own program
+        except Exception:  # noqa: BLE001 - vLLM's internals may differ
             return
 
         @functools.wraps(call)  # vLLM converts a client's arguments by its signature
@@ -282,8 +285,7 @@ class RunningWeights:
         self._core = core
 
     def version(self) -> str:
-        """The name; empty for the weights of the start, which need none, and where no core is found."""
-        self.watch()
+        """The name; empty for the weights of the start, which need none, and where there is no core."""
         if self._core is None:
             return ""
         name = str(self._core.get_weight_version())
