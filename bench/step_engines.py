@@ -19,8 +19,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from bench.step_clock import StepClock
 from bench.step_scenes import FabricKind
 from kvferry.protocol.digests import Prompt, digest_chain
-from kvferry.protocol.ids import epoch_to_text, new_epoch
 from kvferry.protocol.params import RemotePrefill, read_params, sign_params
+from kvferry.protocol.slots import epoch_to_text, new_epoch
 from kvferry.worker.loads.state import LoadState
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.core.configs import BLOCK_TOKENS

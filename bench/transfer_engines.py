@@ -19,11 +19,7 @@ from kvferry.link.counters import Counters
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import EngineDescription
-from kvferry.protocol.ids import (
-    epoch_to_text,
-    new_boot_id,
-    new_epoch,
-)
+from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.orders import (
     LeaseHold,
     LeaseOpen,
@@ -32,10 +28,7 @@ from kvferry.protocol.orders import (
     encode_orders,
 )
 from kvferry.protocol.params import new_mac_key
-from kvferry.protocol.slots import (
-    SlotState,
-    slot_word,
-)
+from kvferry.protocol.slots import SlotState, epoch_to_text, new_epoch, slot_word
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import Device
 from kvferry.worker.fabric.nixl import NixlFabric

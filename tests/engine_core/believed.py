@@ -12,15 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvferry.protocol.ids import (
-    Epoch,
-    epoch_from_text,
-)
-from kvferry.protocol.slots import (
-    MAX_PROGRESS,
-    SlotState,
-    header_word,
-)
+from kvferry.protocol.ids import Epoch
+from kvferry.protocol.slots import MAX_PROGRESS, SlotState, epoch_from_text, header_word
 from kvferry.scheduler.requests import LeaseState, ProducerLease
 from kvferry.worker.worker import FerryWorker
 from tests.harness.core.configs import BLOCK_TOKENS

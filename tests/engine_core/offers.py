@@ -8,8 +8,9 @@ from typing import Any
 from kvferry.link.counters import Counters
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.handshake import Release
-from kvferry.protocol.ids import epoch_to_text, new_boot_id, new_epoch
+from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.params import RemotePrefill, Ticket, new_mac_key, sign_params
+from kvferry.protocol.slots import epoch_to_text, new_epoch
 from tests.harness.core.scheduler import BLOCK_TOKENS
 from tests.link.channel import HOST, RecordingListener
 from tests.ports import free_port

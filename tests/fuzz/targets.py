@@ -36,7 +36,6 @@ from kvferry.protocol.handshake import (
     decode_worker,
     encode,
 )
-from kvferry.protocol.ids import epoch_from_text, epoch_to_text
 from kvferry.protocol.orders import (
     OrdersHead,
     decode_head,
@@ -72,6 +71,8 @@ from kvferry.protocol.slots import (
     MAGIC,
     decode_notification,
     encode_notification,
+    epoch_from_text,
+    epoch_to_text,
 )
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.worker.fabric.errors import InvalidMetadata

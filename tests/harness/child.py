@@ -22,14 +22,8 @@ from kvferry.link import limits
 from kvferry.plan.blocks import UnitPairs
 from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.protocol.ids import (
-    epoch_from_text,
-)
 from kvferry.protocol.params import RemotePrefill, read_params
-from kvferry.protocol.slots import (
-    SlotState,
-    slot_word,
-)
+from kvferry.protocol.slots import SlotState, epoch_from_text, slot_word
 from kvferry.worker.fabric.nixl import NixlFabric, load_bindings
 from kvferry.worker.loads.reading import MappedReads
 from kvferry.worker.loads.state import LoadState

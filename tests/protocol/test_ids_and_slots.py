@@ -5,16 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.ids import (
-    Epoch,
-    epoch_from_text,
-    epoch_to_text,
-    new_epoch,
-)
+from kvferry.protocol.ids import Epoch
 from kvferry.protocol.slots import (
     EMPTY,
     SLOT_BYTES,
     SlotState,
+    epoch_from_text,
+    epoch_to_text,
+    new_epoch,
     slot_word,
 )
 

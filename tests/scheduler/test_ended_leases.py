@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.link.commands import LeaseKey
-from kvferry.protocol.ids import EPOCH_BITS, epoch_to_text, new_boot_id, new_epoch
+from kvferry.protocol.ids import EPOCH_BITS, new_boot_id
+from kvferry.protocol.slots import epoch_to_text, new_epoch
 from kvferry.scheduler.consumer.ledger import MAX_ENDED_LEASES, EndedLeases
 
 KEYS = st.tuples(

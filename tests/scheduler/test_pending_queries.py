@@ -310,7 +310,8 @@ def test_the_engines_thread_never_waits_for_the_listeners(what: str) -> None:
             return super().__getitem__(index)
 
     directory = PromptDirectory()
-    prompt = Prompt(tokens=Tokens(range(5)))
+    # One more than is asked about, so that it takes a part of the list.
+    prompt = Prompt(tokens=Tokens(range(6)))
     directory.arrived("p", "x", prompt, 5)
     asked_for = query()
     ask = Subscribe(client_id="d", queries=(asked_for,))

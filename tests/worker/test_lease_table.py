@@ -8,16 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import structs
 
-from kvferry.protocol.ids import (
-    Epoch,
-    epoch_to_text,
-)
+from kvferry.protocol.ids import Epoch
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.slots import (
     EMPTY,
     STREAM_ROWS,
     Done,
     SlotState,
+    epoch_to_text,
     header_word,
     progress_word,
     slot_word,

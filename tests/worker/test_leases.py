@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, cast
 
-from kvferry.protocol.ids import (
-    Epoch,
-    epoch_to_text,
-)
+from kvferry.protocol.ids import Epoch
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen
 from kvferry.protocol.params import Blocks
-from kvferry.protocol.slots import (
-    EMPTY,
-    Done,
-    SlotState,
-    slot_word,
-)
+from kvferry.protocol.slots import EMPTY, Done, SlotState, epoch_to_text, slot_word
 from kvferry.worker.leases import LeaseTable
 from tests.fakes.device_mark import FakeMark
 

@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.protocol.ids import (
-    Epoch,
-    epoch_to_text,
-)
+from kvferry.protocol.ids import Epoch
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.slots import (
     EMPTY,
@@ -20,6 +17,7 @@ from kvferry.protocol.slots import (
     ROW_HEADER_BYTES,
     STREAM_ROWS,
     SlotState,
+    epoch_to_text,
     header_word,
     progress_of,
     slot_word,

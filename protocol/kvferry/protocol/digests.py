@@ -75,17 +75,7 @@ def digest_chain(prompt: Prompt, num_tokens: int | None = None) -> tuple[str, ..
     """
     if num_tokens is None:
         num_tokens = len(prompt.tokens)
-    _check_within(prompt, num_tokens)
-    identity = _identity(prompt)
-    tokens = _as_uint32(prompt.tokens, num_tokens)
-    return tuple(digest.hex() for digest in _digests(prompt.media, identity, tokens))
-
-
-def _check_within(prompt: Prompt, num_tokens: int) -> None:
-    if not 0 <= num_tokens <= len(prompt.tokens):
-        raise ValueError(
-            f"num_tokens is {num_tokens}; expected 0 to {len(prompt.tokens)}"
-        )
+    return tuple(_digests(prompt, _identity(prompt), 0, num_tokens))
 
 
 class GrowingChain:
@@ -111,7 +101,7 @@ class GrowingChain:
         start = len(self._whole) * CHUNK_TOKENS
         stop = num_tokens // CHUNK_TOKENS * CHUNK_TOKENS
         if stop > start:
-            self._whole += self._after(start, stop)
+            self._whole += _digests(self._prompt, self._digest, start, stop)
             self._digest = bytes.fromhex(self._whole[-1])
 
     def know(self, chain: Sequence[str], num_tokens: int) -> None:
@@ -127,10 +117,10 @@ class GrowingChain:
         Raises:
             ValueError: as `digest_chain`.
         """
-        _check_within(self._prompt, num_tokens)
         self.grow(num_tokens)
         start = len(self._whole) * CHUNK_TOKENS
-        return (*self._whole, *self._after(start, num_tokens))
+        rest = _digests(self._prompt, self._digest, start, num_tokens)
+        return (*self._whole, *rest)
 
     def last_digest(self, num_tokens: int) -> str:
         """The last of `digests(num_tokens)`, without making a tuple of all of them.
@@ -138,13 +128,14 @@ class GrowingChain:
         Raises:
             ValueError: as `digest_chain`; no tokens.
         """
-        _check_within(self._prompt, num_tokens)
         self.grow(num_tokens)
         whole, more = divmod(num_tokens, CHUNK_TOKENS)
         if more:
-            return self._after(whole * CHUNK_TOKENS, num_tokens)[-1]
-        if not whole:
-            raise ValueError("no tokens have no digest")
+            start = whole * CHUNK_TOKENS
+            (last,) = _digests(self._prompt, self._digest, start, num_tokens)
+            return last
+        if whole <= 0:
+            raise ValueError(f"{num_tokens} tokens have no digest")
         return self._whole[whole - 1]
 
     def whole(self, num_tokens: int) -> bytes:
@@ -160,10 +151,7 @@ class GrowingChain:
         start = len(own) * CHUNK_TOKENS
         if start < num_here:
             before = bytes.fromhex(own[-1]) if own else _identity(self._prompt)
-            rest = self._prompt.tokens[start:num_here]
-            encoded = _as_uint32(rest, len(rest))
-            (last,) = _digests(self._prompt.media, before, encoded, start)
-            own.append(last.hex())
+            own += _digests(self._prompt, before, start, num_here)
         shared = 0
         for expected, digest in zip(chain, own, strict=False):
             stop = min(shared + CHUNK_TOKENS, num_tokens)
@@ -171,12 +159,6 @@ class GrowingChain:
                 break
             shared = stop
         return shared
-
-    def _after(self, start: int, stop: int) -> list[str]:
-        tokens = self._prompt.tokens[start:stop]
-        encoded = _as_uint32(tokens, len(tokens))
-        digests = _digests(self._prompt.media, self._digest, encoded, start)
-        return [digest.hex() for digest in digests]
 
 
 def shared_tokens(prompt: Prompt, chain: Sequence[str], num_tokens: int) -> int:
@@ -187,16 +169,13 @@ def shared_tokens(prompt: Prompt, chain: Sequence[str], num_tokens: int) -> int:
 
     Example: 300 equal tokens, then a difference; `num_tokens` 700: boundaries 256, 512, 700; the answer is 256.
     """
-    identity = _identity(prompt)
-    tokens = _as_uint32(prompt.tokens, num_tokens)
+    num_here = min(num_tokens, len(prompt.tokens))
+    own = _digests(prompt, _identity(prompt), 0, num_here)
     shared = 0
     # The chain may be longer than the local prompt, or shorter.
-    for expected, digest in zip(
-        chain, _digests(prompt.media, identity, tokens), strict=False
-    ):
+    for expected, digest in zip(chain, own, strict=False):
         stop = min(shared + CHUNK_TOKENS, num_tokens)
-        is_beyond = stop * TOKEN_BYTES > len(tokens)
-        if is_beyond or digest.hex() != expected:
+        if stop > num_here or digest != expected:
             break
         shared = stop
     return shared
@@ -212,52 +191,60 @@ def _counted(part: bytes) -> bytes:
     return _LENGTH.pack(len(part)) + part
 
 
-_CHUNK_BYTES = CHUNK_TOKENS * TOKEN_BYTES
 # The beginning of every chunk's message is hashed once, here: a copy of a state costs half of a new one.
 _CHUNK = _EMPTY.copy()
 _CHUNK.update(_counted(b"chunk") + _LENGTH.pack(DIGEST_BYTES))
-_WHOLE_CHUNK = _counted(b"") + _LENGTH.pack(_CHUNK_BYTES)
+_WHOLE_CHUNK = _counted(b"") + _LENGTH.pack(CHUNK_TOKENS * TOKEN_BYTES)
 """The bytes between the digest of the chunk before and the tokens of a whole chunk without media."""
 
 
-def _optional(text: str | None) -> bytes:
-    if text is None:
-        return b""
-    # The sign tells an empty text from none.
-    return b"=" + text.encode("utf-8", "surrogatepass")
-
-
 def _identity(prompt: Prompt) -> bytes:
-    parts = [b"identity", _optional(prompt.lora), _optional(prompt.salt)]
+    """The digest before that of the first chunk."""
+    texts = [prompt.lora, prompt.salt]
     if prompt.weights:
-        parts.append(_optional(prompt.weights))
+        texts.append(prompt.weights)
     state = _EMPTY.copy()
-    for part in parts:
+    state.update(_counted(b"identity"))
+    for text in texts:
+        part = b""
+        if text is not None:
+            # The sign tells an empty text from none.
+            part = b"=" + text.encode("utf-8", "surrogatepass")
         state.update(_counted(part))
     return state.digest()
 
 
-def _digests(
-    media: tuple[Media, ...], digest: bytes, tokens: memoryview, first: int = 0
-) -> Iterator[bytes]:
-    """Yield the digest of each chunk in turn.
+def _digests(prompt: Prompt, digest: bytes, start: int, stop: int) -> Iterator[str]:
+    """Yield the digest of each chunk of the tokens `[start, stop)` in turn: of `CHUNK_TOKENS` each, the last of the
+    rest.
 
     Args:
         digest: of the chunk before.
-        tokens: bytes of the tokens from `first` on; a chunk has `CHUNK_TOKENS` tokens, the last one the rest.
+        start: a multiple of `CHUNK_TOKENS`.
+
+    Raises:
+        ValueError: a token id outside [0, 2**32), or `stop` beyond the prompt.
     """
-    for at in range(0, len(tokens), _CHUNK_BYTES):
-        chunk = tokens[at : at + _CHUNK_BYTES]
+    if not 0 <= start <= stop <= len(prompt.tokens):
+        raise ValueError(
+            f"num_tokens is {stop}; expected {start} to {len(prompt.tokens)}"
+        )
+    chosen = prompt.tokens
+    if stop - start < len(chosen):
+        chosen = chosen[start:stop]
+    tokens = _as_uint32(chosen)
+    for first in range(start, stop, CHUNK_TOKENS):
+        end = min(first + CHUNK_TOKENS, stop)
+        chunk = tokens[first - start : end - start]
         between = _WHOLE_CHUNK
-        if media or len(chunk) < _CHUNK_BYTES:
-            start = first + at // TOKEN_BYTES
-            stop = start + len(chunk) // TOKEN_BYTES
-            between = _encoded_media(media, start, stop) + _LENGTH.pack(len(chunk))
+        if prompt.media or end - first < CHUNK_TOKENS:
+            between = _encoded_media(prompt.media, first, end)
+            between += _LENGTH.pack(chunk.nbytes)
         state = _CHUNK.copy()
         state.update(digest + between)
         state.update(chunk)
         digest = state.digest()
-        yield digest
+        yield digest.hex()
 
 
 def _encoded_media(media: tuple[Media, ...], start: int, stop: int) -> bytes:
@@ -271,8 +258,8 @@ def _encoded_media(media: tuple[Media, ...], start: int, stop: int) -> bytes:
     return _counted(bytes(encoded))
 
 
-def _as_uint32(tokens: Sequence[int], count: int) -> memoryview:
-    """The first `count` tokens as bytes, little-endian.
+def _as_uint32(tokens: Sequence[int]) -> memoryview:
+    """The tokens as unsigned integers of four bytes, little-endian.
 
     Raises:
         ValueError: a token id outside [0, 2**32).
@@ -280,13 +267,12 @@ def _as_uint32(tokens: Sequence[int], count: int) -> memoryview:
     # `array` is five times as fast as numpy here, twice as fast from a list as from other sequences, and refuses ids
     # that do not fit.
     ids = array("I")
-    chosen = tokens if len(tokens) == count else tokens[:count]
-    if not isinstance(chosen, list):
-        chosen = list(chosen)
+    if not isinstance(tokens, list):
+        tokens = list(tokens)
     try:
-        ids.fromlist(chosen)
+        ids.fromlist(tokens)
     except OverflowError:
         raise ValueError("a token id is outside [0, 2**32)") from None
     if sys.byteorder == "big":
         ids.byteswap()
-    return memoryview(ids).cast("B")
+    return memoryview(ids)

@@ -68,6 +68,7 @@ def address_of(text: str) -> tuple[str, int]:
     return host, port
 
 
+@functools.lru_cache(4096)
 def read_host(text: str) -> Address | str:
     """The address or the name that a text means. Nothing is looked up.
 
@@ -77,6 +78,7 @@ def read_host(text: str) -> Address | str:
     Raises:
         ValueError: it is neither, or an address to which no connection can be meant; the text says why.
     """
+    # Remembered: params name the same few hosts again and again, and an engine's thread reads them.
     address = read_address(text)
     if address is not None:
         why = why_unusable(address)

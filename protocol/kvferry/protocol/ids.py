@@ -41,20 +41,3 @@ Address = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 def new_boot_id() -> BootId:
     """A fresh boot id."""
     return BootId(secrets.token_hex(16))
-
-
-def new_epoch() -> Epoch:
-    """A fresh epoch."""
-    # Random, not counted: it is also the proof that a message about a lease comes from who has its ticket. And a slot
-    # that is used again must not show an epoch that an old ticket names.
-    return Epoch(secrets.randbits(EPOCH_BITS - 1) + 1)
-
-
-def epoch_to_text(epoch: Epoch) -> str:
-    """The epoch as it is sent: 15 lowercase hexadecimal digits."""
-    return f"{epoch:015x}"
-
-
-def epoch_from_text(text: str) -> Epoch:
-    """Inverse of `epoch_to_text`; `text` has been validated as `HexEpoch`."""
-    return Epoch(int(text, 16))

@@ -23,6 +23,7 @@ within one step ends up with its new lease.
 from __future__ import annotations
 
 import enum
+from operator import attrgetter
 from typing import Final, Literal
 
 import msgspec
@@ -199,19 +200,6 @@ class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):
     cancels: tuple[str, ...] = ()
     marks: bool = False
 
-    @classmethod
-    def from_orders(cls, orders: StepOrders) -> OrdersHead:
-        """The head of these orders."""
-        return cls(
-            version=orders.version,
-            boot=orders.boot,
-            opens=orders.opens,
-            loads=tuple(load.request_id for load in orders.loads),
-            fails=orders.fails,
-            cancels=orders.cancels,
-            marks=bool(orders.progress or orders.completions),
-        )
-
 
 class FailureReason(str, enum.Enum):
     """Why a load failed: the label of the metric and the word in the log.
@@ -238,6 +226,7 @@ class FailureReason(str, enum.Enum):
 _decoder: msgspec.msgpack.Decoder[StepOrders] = msgspec.msgpack.Decoder(StepOrders)
 _head_decoder: msgspec.msgpack.Decoder[OrdersHead] = msgspec.msgpack.Decoder(OrdersHead)
 _encoder = msgspec.msgpack.Encoder()
+_request_id_of = attrgetter("request_id")
 
 
 def encode_orders(orders: StepOrders) -> bytes:
@@ -256,7 +245,16 @@ def decode_orders(frame: bytes) -> StepOrders:
 
 def encode_head(orders: StepOrders) -> bytes:
     """The head of the orders, as it is sent to the workers."""
-    return _encoder.encode(OrdersHead.from_orders(orders))
+    head = OrdersHead(
+        version=orders.version,
+        boot=orders.boot,
+        opens=orders.opens,
+        loads=tuple(map(_request_id_of, orders.loads)),
+        fails=orders.fails,
+        cancels=orders.cancels,
+        marks=bool(orders.progress or orders.completions),
+    )
+    return _encoder.encode(head)
 
 
 def decode_head(frame: bytes) -> OrdersHead:

@@ -328,8 +328,9 @@ def read_params(
         return RemoteDecode()
     if not wants_prefill:
         return _read_role(raw)
-    if _names_producer_only(raw):
-        return _read_named_prefill(raw)
+    has_ticket = raw.get("kvferry") or raw.get("remote_block_ids")
+    if not has_ticket and _announces(raw.get("remote_engine_id")):
+        return as_type(_plain_fields(raw, _NAMED_FIELDS), NamedPrefill, InvalidParams)
     return _read_remote_prefill(raw, prompt_tokens)
 
 
@@ -414,18 +415,11 @@ def most_blocks(prompt_tokens: int | None) -> int:
     return min(MAX_BLOCKS, _SPARE_BLOCKS + _BLOCKS_PER_TOKEN * prompt_tokens)
 
 
-def _names_producer_only(raw: Mapping[str, Any]) -> bool:
-    """True without a ticket, if the named engine answers queries."""
-    if raw.get("kvferry") or raw.get("remote_block_ids"):
-        return False
+def _announces(engine_id: object) -> bool:
+    """True if the engine of this id in params answers queries."""
     # An engine of another connector has no boot in its id. It must not be queried: its listener may end over a message
     # that it does not know.
-    engine_id = raw.get("remote_engine_id")
     return isinstance(engine_id, str) and boot_of(engine_id) is not None
-
-
-def _read_named_prefill(raw: Mapping[str, Any]) -> NamedPrefill:
-    return as_type(_plain_fields(raw, _NAMED_FIELDS), NamedPrefill, InvalidParams)
 
 
 def _read_role(raw: Mapping[str, Any]) -> NamedPrefill | RemoteDecode | None:
@@ -455,6 +449,12 @@ def _read_role(raw: Mapping[str, Any]) -> NamedPrefill | RemoteDecode | None:
 def _read_remote_prefill(
     raw: Mapping[str, Any], prompt_tokens: int | None
 ) -> RemotePrefill:
+    """Read params with a ticket, whose numbers and sequences a router may have changed.
+
+    Raises:
+        ForeignParams: there is no ticket.
+        InvalidParams: they are not usable; the error names the field.
+    """
     ticket = raw.get("kvferry")
     if ticket is None:
         raise ForeignParams(
@@ -467,7 +467,26 @@ def _read_remote_prefill(
             "kvferry", f"{len(ticket)} keys", f"at most {MAX_KEYS} keys"
         )
     _check_lengths(raw.get("remote_block_ids"), ticket.get("digests"), prompt_tokens)
-    return _read_fields(raw, ticket)
+    plain_ticket = _plain_fields(ticket, _TICKET_FIELDS)
+    # The version is judged first: the fields of an unknown one may mean anything.
+    version = plain_ticket.get("version")
+    if version != PARAMS_VERSION:
+        raise _unknown_version(version)
+    held_from = ticket.get("held_from")
+    if isinstance(held_from, _LISTS):
+        # One more than allowed, so that the type's own bound refuses a longer list, by the name of the field.
+        plain_ticket["held_from"] = _integrals(held_from[: MAX_GROUPS + 1])
+
+    plain = _plain_fields(raw, _PARAMS_FIELDS)
+    # A turn's offer arrives with the flags of the other leg.
+    plain["do_remote_prefill"] = True
+    plain["do_remote_decode"] = False
+    plain["remote_block_ids"] = list(map(_integrals, raw["remote_block_ids"]))
+    plain["kvferry"] = plain_ticket
+
+    params = as_type(plain, RemotePrefill, InvalidParams)
+    _check_num_digests(params)
+    return params
 
 
 def _check_lengths(groups: object, digests: object, prompt_tokens: int | None) -> None:
@@ -497,30 +516,6 @@ def _check_counts(num_blocks: int, num_digests: int, prompt_tokens: int | None) 
         raise InvalidParams("remote_block_ids", f"{num_blocks} block ids", expected)
     if num_digests > most:
         raise InvalidParams("kvferry.digests", f"{num_digests} digests", expected)
-
-
-def _read_fields(raw: Mapping[str, Any], ticket: Mapping[str, Any]) -> RemotePrefill:
-    """Read params whose numbers and sequences a router may have changed, or raise an error that names the field."""
-    # The version is judged first: the fields of an unknown one may mean anything.
-    version = _integral(ticket.get("version"))
-    if version != PARAMS_VERSION:
-        raise _unknown_version(version)
-    plain_ticket = _plain_fields(ticket, _TICKET_FIELDS)
-    held_from = ticket.get("held_from")
-    if isinstance(held_from, _LISTS):
-        # One more than allowed, so that the type's own bound refuses a longer list, by the name of the field.
-        plain_ticket["held_from"] = _integrals(held_from[: MAX_GROUPS + 1])
-
-    plain = _plain_fields(raw, _PARAMS_FIELDS)
-    # A turn's offer arrives with the flags of the other leg.
-    plain["do_remote_prefill"] = True
-    plain["do_remote_decode"] = False
-    plain["remote_block_ids"] = list(map(_integrals, raw["remote_block_ids"]))
-    plain["kvferry"] = plain_ticket
-
-    params = as_type(plain, RemotePrefill, InvalidParams)
-    _check_num_digests(params)
-    return params
 
 
 def _unknown_version(version: object) -> InvalidParams:
@@ -610,8 +605,8 @@ def sign_early(
     """Signed params as a ticket whose slot may open only later."""
     # One prompt needs both objects: the early ticket, and the params of its answer. The early MAC is over the other
     # one, so the digests and block ids of a long prompt are encoded and hashed once.
-    opens_ms = _milliseconds(opens_within_s)
-    mac = _early_mac(signed.kvferry.mac, opens_ms, key)
+    opens_ms = round(opens_within_s * 1000)
+    mac = _hmac((_EARLY_DOMAIN, signed.kvferry.mac, opens_ms), key)
     ticket = msgspec.structs.replace(
         signed.kvferry, mac=mac, opens_within_s=opens_ms / 1000
     )
@@ -634,7 +629,7 @@ def _mac(params: RemotePrefill, key: bytes) -> str:
     """The MAC that a ticket must have: of the params, or of an early ticket if its slot opens later."""
     ticket = params.kvferry
     # A fixed tuple of integers and text. Routers reorder keys and turn numbers into float64, so neither the order of
-    # keys nor a float may have an influence.
+    # keys nor a float may have an influence: times are in whole milliseconds.
     covered: tuple[object, ...] = (
         _DOMAIN,
         ticket.version,
@@ -650,7 +645,7 @@ def _mac(params: RemotePrefill, key: bytes) -> str:
         params.remote_num_tokens,
         ticket.lease_slot,
         ticket.lease_epoch,
-        _milliseconds(ticket.lease_s),
+        round(ticket.lease_s * 1000),
         ticket.digests,
         ticket.held_from,
     )
@@ -658,18 +653,10 @@ def _mac(params: RemotePrefill, key: bytes) -> str:
     if ticket.stream_row is not None:
         covered += (ticket.stream_row,)
     mac = _hmac(covered, key)
-    opens_ms = _milliseconds(ticket.opens_within_s)
-    if not opens_ms:
-        return mac
-    return _early_mac(mac, opens_ms, key)
-
-
-def _early_mac(mac: str, opens_ms: int, key: bytes) -> str:
-    return _hmac((_EARLY_DOMAIN, mac, opens_ms), key)
-
-
-def _milliseconds(seconds: float) -> int:
-    return round(seconds * 1000)
+    opens_ms = round(ticket.opens_within_s * 1000)
+    if opens_ms:
+        mac = _hmac((_EARLY_DOMAIN, mac, opens_ms), key)
+    return mac
 
 
 def _hmac(covered: tuple[object, ...], key: bytes) -> str:

@@ -51,6 +51,7 @@ Evolution rules as in `kvferry.protocol.handshake`; a change that old readers wo
 from __future__ import annotations
 
 import enum
+import secrets
 from typing import Annotated
 
 import msgspec
@@ -59,6 +60,7 @@ from msgspec import Meta
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.ids import (
+    EPOCH_BITS,
     Address,
     Epoch,
     Hex128,
@@ -75,6 +77,23 @@ EMPTY = 0
 PROGRESS_BITS = 24
 MAX_PROGRESS = (1 << PROGRESS_BITS) - 1
 """Most tokens that a progress word can report."""
+
+
+def new_epoch() -> Epoch:
+    """A fresh epoch."""
+    # Random, not counted: it is also the proof that a message about a lease comes from who has its ticket. And a slot
+    # that is used again must not show an epoch that an old ticket names.
+    return Epoch(secrets.randbits(EPOCH_BITS - 1) + 1)
+
+
+def epoch_to_text(epoch: Epoch) -> str:
+    """The epoch as it is sent: 15 lowercase hexadecimal digits."""
+    return f"{epoch:015x}"
+
+
+def epoch_from_text(text: str) -> Epoch:
+    """Inverse of `epoch_to_text`; `text` has been validated as `HexEpoch`."""
+    return Epoch(int(text, 16))
 
 
 class SlotState(enum.IntEnum):

@@ -12,12 +12,9 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from kvferry.protocol.ids import epoch_from_text as epoch_of
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.slots import (
-    SlotState,
-    slot_word,
-)
+from kvferry.protocol.slots import SlotState, slot_word
+from kvferry.protocol.slots import epoch_from_text as epoch_of
 from kvferry.worker import worker_memory
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.relayout import triton_relayout

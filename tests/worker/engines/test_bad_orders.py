@@ -8,9 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.protocol.ids import (
-    epoch_from_text,
-)
 from kvferry.protocol.orders import (
     FailureReason,
     LeaseOpen,
@@ -19,10 +16,7 @@ from kvferry.protocol.orders import (
     encode_orders,
 )
 from kvferry.protocol.params import RemotePrefill, sign_params
-from kvferry.protocol.slots import (
-    SlotState,
-    slot_word,
-)
+from kvferry.protocol.slots import SlotState, epoch_from_text, slot_word
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import POISON, Engine, Offer
 from tests.harness.exported import slots_of

@@ -6,15 +6,8 @@ import threading
 
 import pytest
 
-from kvferry.protocol.ids import (
-    epoch_from_text,
-)
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.slots import (
-    EMPTY,
-    SlotState,
-    slot_word,
-)
+from kvferry.protocol.slots import EMPTY, SlotState, epoch_from_text, slot_word
 from kvferry.worker.loads.tail_zeroing import TailZeroing
 from tests.fakes.device_mark import FakeMark
 from tests.harness.engine import Engine, Offer

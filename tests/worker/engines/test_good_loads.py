@@ -6,15 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.protocol.ids import (
-    epoch_from_text,
-)
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.slots import (
-    EMPTY,
-    SlotState,
-    slot_word,
-)
+from kvferry.protocol.slots import EMPTY, SlotState, epoch_from_text, slot_word
 from kvferry.worker.loads.results import Stage
 from kvferry.worker.peers.peer import PeerKey
 from tests.fakes.device_mark import FakeClock

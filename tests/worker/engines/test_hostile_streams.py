@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.ids import (
-    Epoch,
-    epoch_from_text,
-    new_epoch,
-)
+from kvferry.protocol.ids import Epoch
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.slots import (
     SlotState,
+    epoch_from_text,
     header_word,
+    new_epoch,
     progress_word,
     slot_word,
 )

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.protocol.ids import (
-    Epoch,
-    epoch_to_text,
-)
+from kvferry.protocol.ids import Epoch
 from kvferry.protocol.slots import (
     EMPTY,
     MAGIC,
     Done,
     encode_notification,
+    epoch_to_text,
 )
 from kvferry.worker.fabric.errors import FabricError, PeerLost, TransferFailed
 from tests.fakes.memory_fabric import MemoryFabric

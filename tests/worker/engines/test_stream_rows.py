@@ -7,10 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.protocol.ids import (
-    Epoch,
-    epoch_to_text,
-)
+from kvferry.protocol.ids import Epoch
 from kvferry.protocol.orders import (
     LeaseEnd,
     LeaseHold,
@@ -25,6 +22,7 @@ from kvferry.protocol.slots import (
     ROW_HEADER_BYTES,
     SlotState,
     StreamRows,
+    epoch_to_text,
     header_word,
     progress_of,
     slot_word,

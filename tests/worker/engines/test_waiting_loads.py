@@ -10,15 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.ids import (
-    epoch_from_text,
-)
 from kvferry.protocol.orders import FailureReason
-from kvferry.protocol.slots import (
-    EMPTY,
-    SlotState,
-    slot_word,
-)
+from kvferry.protocol.slots import EMPTY, SlotState, epoch_from_text, slot_word
 from kvferry.worker.fabric.errors import TransferFailed
 from kvferry.worker.loads import state as load_state
 from tests.harness.cache_engine import SETTINGS

@@ -28,10 +28,7 @@ from numpy.typing import NDArray
 from kvferry.link.lock_pauses import LockPauses
 from kvferry.protocol.errors import InvalidMessage, LocalProtocolError
 from kvferry.protocol.handshake import LeaseTableAddress
-from kvferry.protocol.ids import (
-    Epoch,
-    epoch_from_text,
-)
+from kvferry.protocol.ids import Epoch
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.params import Blocks
 from kvferry.protocol.rate_limited_log import RateLimitedLog
@@ -46,6 +43,7 @@ from kvferry.protocol.slots import (
     SlotState,
     StreamRows,
     decode_notification,
+    epoch_from_text,
     header_word,
     progress_word,
     slot_word,

@@ -28,6 +28,7 @@ from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from kvferry.protocol.hosts import check_announced
 from kvferry.protocol.ids import BootId, new_boot_id
 from kvferry.protocol.params import NamedPrefill, RemotePrefill, new_mac_key
+from kvferry.protocol.queries import announced_id
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -197,6 +198,11 @@ class LocalEngine:
         # llm-d's sidecar names an address and no engine.
         is_its_id = source.engine_id in (None, self.engine_id)
         return is_here and self.is_read_from and is_its_id
+
+    @cached_property
+    def announced_id(self) -> str:
+        """As params and queries of this start name it, see `queries.announced_id`."""
+        return announced_id(self.boot, self.engine_id)
 
     @cached_property
     def is_read_from(self) -> bool:

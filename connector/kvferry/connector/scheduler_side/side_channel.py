@@ -35,7 +35,6 @@ from kvferry.protocol.handshake import (
 )
 from kvferry.protocol.hosts import HOST_VARIABLE, address_of, host_port
 from kvferry.protocol.orders import Prewarm
-from kvferry.protocol.queries import announced_id
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.step import receive_messages
@@ -208,7 +207,7 @@ class SideChannel:
             client.watch(load_listener.fileno(), load_listener.receive)
         self.query_client = QueryClient(
             links,
-            announced_id(self.local.boot, self.local.engine_id),
+            self.local.announced_id,
             self.queries.on_answer,
             self.queries.on_found,
         )

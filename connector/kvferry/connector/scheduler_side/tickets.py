@@ -37,7 +37,6 @@ from kvferry.protocol.params import (
     sign_early,
     sign_params,
 )
-from kvferry.protocol.queries import announced_id
 from kvferry.scheduler.producer.prefix_directory import CachedPrefix
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.requests import (
@@ -632,7 +631,7 @@ class ParamsBuilder:
         self, request_id: str, blocks: Blocks, num_tokens: int, ticket: Ticket
     ) -> RemotePrefill:
         unsigned = RemotePrefill(
-            remote_engine_id=announced_id(self._local.boot, self._local.engine_id),
+            remote_engine_id=self._local.announced_id,
             remote_request_id=request_id,
             remote_block_ids=blocks,
             remote_host=self._local.host,

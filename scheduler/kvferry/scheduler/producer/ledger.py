@@ -15,10 +15,10 @@ from kvferry.link.awake_clock import AwakeClock, heartbeat_s
 from kvferry.link.counters import Counters
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName
-from kvferry.protocol.ids import Epoch, epoch_to_text, new_epoch
+from kvferry.protocol.ids import Epoch
 from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
 from kvferry.protocol.params import Blocks
-from kvferry.protocol.slots import STREAM_ROWS
+from kvferry.protocol.slots import STREAM_ROWS, epoch_to_text, new_epoch
 from kvferry.protocol.transitions import next_state
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.producer.block_references import (

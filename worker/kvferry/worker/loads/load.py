@@ -17,10 +17,14 @@ from collections.abc import Generator, Hashable
 from dataclasses import dataclass, field
 
 from kvferry.protocol.errors import InvalidParams
-from kvferry.protocol.ids import epoch_from_text, epoch_to_text
 from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.params import check_params_mac
-from kvferry.protocol.slots import Done, encode_notification
+from kvferry.protocol.slots import (
+    Done,
+    encode_notification,
+    epoch_from_text,
+    epoch_to_text,
+)
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, internal_errors
 from kvferry.worker.fabric.reads import Reads

@@ -19,15 +19,13 @@ from kvferry.plan.blocks import RequestBlocks, Wanted, pair_request
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.handshake import CacheGroup
-from kvferry.protocol.ids import (
-    Epoch,
-    epoch_from_text,
-)
+from kvferry.protocol.ids import Epoch
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.slots import (
     EMPTY,
     PAGE_IDS,
     StreamRows,
+    epoch_from_text,
     header_word,
 )
 from kvferry.worker.loads.reading import LoadParts, ReadSteps, Units
