@@ -199,9 +199,9 @@ def renew_nothing(_: Function) -> Function:
 def count_sleep(_: Function) -> Function:
     def wind(clock: Any, now_s: float) -> float:
         before_s = now_s if clock._last_s is None else clock._last_s
-        clock._awake_s += max(0.0, now_s - before_s)
+        clock.awake_s += max(0.0, now_s - before_s)
         clock._last_s = now_s
-        return float(clock._awake_s)
+        return float(clock.awake_s)
 
     return wind
 

@@ -37,23 +37,22 @@ class AwakeClock:
 
     Args:
         heartbeat_s: the longest time that one call adds. For leases the interval at which consumers renew.
+
+    Attributes:
+        heartbeat_s: as given.
+        awake_s: the time at the last winding.
     """
 
     def __init__(self, heartbeat_s: float) -> None:
         self.heartbeat_s = heartbeat_s
         self._lock = threading.Lock()
-        self._awake_s = 0.0
+        self.awake_s = 0.0
         self._last_s: float | None = None
 
     @property
     def period_s(self) -> float:
         """Longest interval at which it must be wound."""
         return min(self.heartbeat_s / 2, _LONGEST_PERIOD_S)
-
-    @property
-    def awake_s(self) -> float:
-        """The time at the last winding."""
-        return self._awake_s
 
     def wind(self, now_s: float) -> float:
         """Add the time since the last call and return `awake_s`. All callers pass `now_s` of one monotonic clock."""
@@ -64,6 +63,6 @@ class AwakeClock:
             passed_s = max(0.0, now_s - self._last_s)
             # At most a heartbeat: after a stop of a minute little time has passed, while a clock that is wound in time
             # loses nothing.
-            self._awake_s += min(passed_s, self.heartbeat_s)
+            self.awake_s += min(passed_s, self.heartbeat_s)
             self._last_s += passed_s
-            return self._awake_s
+            return self.awake_s

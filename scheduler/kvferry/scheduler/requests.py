@@ -379,7 +379,12 @@ IN_FLIGHT = (RemotePromptState.LOADING, RemotePromptState.ABORTED)
 """States in which workers read."""
 CLAIMING = (RemotePromptState.OFFERED, *IN_FLIGHT)
 """States in which a request has a claim on its lease."""
-_OVER = (RemotePromptState.LOADED, RemotePromptState.FAILED, RemotePromptState.DECLINED)
+LOAD_OVER = (
+    RemotePromptState.LOADED,
+    RemotePromptState.FAILED,
+    RemotePromptState.DECLINED,
+)
+"""States of a prompt that is never loaded again."""
 
 # LOADING ends through the workers' report alone, also when the request is gone: until then a read may write into its
 # blocks, and vLLM keeps them.
@@ -394,9 +399,7 @@ REMOTE_PROMPT_TRANSITIONS: dict[
     (RemotePromptState.LOADING, RemotePromptEvent.FINISH): RemotePromptState.ABORTED,
     (RemotePromptState.ABORTED, RemotePromptEvent.LOADED): None,
     (RemotePromptState.ABORTED, RemotePromptEvent.FAILED): None,
-    # vLLM reports every later allocation too; there is nothing to load then.
-    **{(state, RemotePromptEvent.DECLINE): state for state in _OVER},
-    **{(state, RemotePromptEvent.FINISH): None for state in _OVER},
+    **{(state, RemotePromptEvent.FINISH): None for state in LOAD_OVER},
 }
 
 
@@ -425,11 +428,6 @@ class RemotePrompt:
     local_tokens: int = 0
     loading_tokens: int = 0
     ordered_s: float = 0.0
-
-    @property
-    def is_too_short(self) -> bool:
-        """True if it has fewer tokens that are missing here than are worth a load."""
-        return self.shared_tokens - self.local_tokens < self.min_tokens
 
     def __str__(self) -> str:
         return f"req={self.request_id}"

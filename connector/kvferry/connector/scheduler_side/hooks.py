@@ -384,10 +384,11 @@ class EngineStep:
             if entry is not None:
                 self._parts.admission.failed(entry)
         for request_id in tuple(output.finished_recving or ()):
-            state = self._context.loads.state(request_id)
-            if state not in IN_FLIGHT:
+            prompt = self._context.loads.get(request_id)
+            if prompt is None or prompt.state not in IN_FLIGHT:
                 continue  # another child of a MultiConnector has loaded it
-            if state is RemotePromptState.ABORTED and self._life.children_hold:
+            was_aborted = prompt.state is RemotePromptState.ABORTED
+            if was_aborted and self._life.children_hold:
                 # It is reported as blocks that were held and are not any more, see `RequestLife.ended`.
                 output.finished_recving.discard(request_id)
             self._end_load(request_id, is_good=request_id not in failed)

@@ -31,6 +31,8 @@ from kvferry.protocol.transitions import next_state
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.requests import (
     CLAIMING,
+    IN_FLIGHT,
+    LOAD_OVER,
     REMOTE_PROMPT_TRANSITIONS,
     PromptKind,
     RemotePrompt,
@@ -196,9 +198,10 @@ class ConsumerLedger:
         if prompt is None or prompt.state is not RemotePromptState.OFFERED:
             return 0
         prompt.local_tokens = local_tokens
-        if prompt.is_too_short:
+        num_missing = prompt.shared_tokens - local_tokens
+        if num_missing < prompt.min_tokens:
             return 0
-        return max(0, prompt.shared_tokens - local_tokens)
+        return max(0, num_missing)
 
     def allocated(
         self, request_id: str, count: int, local_blocks: Sequence[Sequence[int]]
@@ -219,7 +222,9 @@ class ConsumerLedger:
                 )
             return
         if count <= 0:
-            self._load_nothing(prompt)
+            # vLLM reports every later allocation too; there is nothing to load then.
+            if prompt.state not in LOAD_OVER:
+                self._load_nothing(prompt)
             return
         stop_token = prompt.local_tokens + count
         if stop_token > prompt.shared_tokens:
@@ -227,8 +232,6 @@ class ConsumerLedger:
                 f"req={request_id}: load up to token {stop_token}, matched {prompt.shared_tokens}"
             )
         self._advance(prompt, RemotePromptEvent.LOAD)
-        self.in_flight += 1
-        self.loading += 1
         prompt.loading_tokens = count
         self._counters.add("loads")
         also_counted = _LOADS_OF_KIND.get(prompt.kind)
@@ -246,17 +249,19 @@ class ConsumerLedger:
 
     def loaded(self, request_id: str) -> RemotePrompt | None:
         """All workers have loaded it and notified the producer. None for a request that is not a remote prompt."""
-        prompt = self._end_load(request_id, RemotePromptEvent.LOADED)
+        prompt = self.get(request_id)
         if prompt is not None:
+            self._advance(prompt, RemotePromptEvent.LOADED)
             # Not released: every worker has sent its own `done`.
             self._end_claim(ForgetLease(prompt.lease))
         return prompt
 
     def failed(self, request_id: str) -> RemotePrompt | None:
         """A worker could not load it, or has ended the load since its request was aborted."""
-        prompt = self._end_load(request_id, RemotePromptEvent.FAILED)
+        prompt = self.get(request_id)
         if prompt is None:
             return None
+        self._advance(prompt, RemotePromptEvent.FAILED)
         # Released, not forgotten: some producer workers were not notified.
         self._end_claim(ReleaseLease(prompt.lease))
         if prompt.state is RemotePromptState.ABORTED:
@@ -344,41 +349,33 @@ class ConsumerLedger:
         self._requests.drop_if_over(record)
 
     def _advance(self, prompt: RemotePrompt, event: RemotePromptEvent) -> None:
-        after = next_state(REMOTE_PROMPT_TRANSITIONS, prompt.state, event, prompt)
-        if prompt.state is RemotePromptState.LOADING:
-            self.loading -= 1
+        before = prompt.state
+        after = next_state(REMOTE_PROMPT_TRANSITIONS, before, event, prompt)
+        # Here alone, so that no transition is missed.
+        self.loading += after is RemotePromptState.LOADING
+        self.loading -= before is RemotePromptState.LOADING
+        self.in_flight += after in IN_FLIGHT
+        self.in_flight -= before in IN_FLIGHT
         if after is None:
             self._forget(prompt)
         else:
             prompt.state = after
 
-    def _leave(self, prompt: RemotePrompt, event: RemotePromptEvent) -> bool:
-        """End a prompt that is not loaded any more. True if its load had not begun: then its lease is released."""
+    def _leave(self, prompt: RemotePrompt, event: RemotePromptEvent) -> None:
+        """End a prompt that is not loaded any more. If its load had not begun, its lease is released."""
         was_offered = prompt.state is RemotePromptState.OFFERED
         self._advance(prompt, event)
         if was_offered:
             self._end_claim(ReleaseLease(prompt.lease))
-        return was_offered
-
-    def _end_load(
-        self, request_id: str, event: RemotePromptEvent
-    ) -> RemotePrompt | None:
-        prompt = self.get(request_id)
-        if prompt is not None:
-            self._advance(prompt, event)
-            self.in_flight -= 1
-        return prompt
 
     def _load_nothing(self, prompt: RemotePrompt) -> None:
-        was_offered = self._leave(prompt, RemotePromptEvent.DECLINE)
-        is_in_cache = prompt.local_tokens >= prompt.shared_tokens
-        if not was_offered:
-            return
-        if is_in_cache:
+        self._leave(prompt, RemotePromptEvent.DECLINE)
+        num_missing = prompt.shared_tokens - prompt.local_tokens
+        if num_missing <= 0:
             if prompt.kind is PromptKind.PREFIX:
                 self._recompute(prompt, "local_hit")
             return
-        if prompt.is_too_short:
+        if num_missing < prompt.min_tokens:
             self._recompute(prompt, "below_threshold")
         else:
             self._recompute(prompt, "not_wanted")
@@ -452,8 +449,11 @@ class PrewarmQueue:
         # One entry, whether an operator or a client has named it.
         named = msgspec.structs.replace(producer, is_static=False)
         # A static peer has no share: the operator has listed it, so there are few, and each is wanted.
-        if not producer.is_static and not self._may_wait(named, now_s):
-            return
+        if not producer.is_static:
+            named_s = self._named_s.get(named)
+            was_prewarmed = named_s is not None and now_s < named_s + AGAIN_S
+            if was_prewarmed or not self._take_place(named.host):
+                return
         self._waiting.append(producer)
         self.forget(named)
         self._named_s[named] = now_s
@@ -464,12 +464,9 @@ class PrewarmQueue:
         """The workers may have lost it: the next request names it again."""
         self._named_s.pop(producer, None)
 
-    def _may_wait(self, producer: Prewarm, now_s: float) -> bool:
-        """Take a place for a producer that a client has named. False if it was prewarmed lately, or has no share."""
-        named_s = self._named_s.get(producer)
-        if named_s is not None and now_s < named_s + AGAIN_S:
-            return False
-        host = one_spelling(producer.host)
+    def _take_place(self, named_host: str) -> bool:
+        """Take a place for a producer that a client has named. False if its host has no share left."""
+        host = one_spelling(named_host)
         if not has_share(self._by_host[host], self._by_host.total(), MAX_WAITING):
             return False
         self._by_host[host] += 1

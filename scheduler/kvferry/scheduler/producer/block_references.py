@@ -203,8 +203,15 @@ class BlockReferences:
             self._give_back(part)
 
     def _give_back(self, blocks: list[int]) -> None:
+        """Remove one reference from each of these distinct blocks."""
         self._ending = None
-        _take(self._references, blocks)
+        # Popped and put back, since most are not put back: a decrement of each would be a Python loop over all blocks.
+        before = list(map(self._references.pop, blocks))
+        is_any_shared = sum(before) > len(before)
+        if is_any_shared:
+            for block, count in zip(blocks, before, strict=True):
+                if count > 1:
+                    self._references[block] = count - 1
         if self.pool is not None:
             self.pool.give_back(blocks)
 
@@ -222,15 +229,3 @@ class BlockReferences:
         if self.pool is None:
             return True
         return self.pool.reference_count(block) == self._references[block]
-
-
-def _take(counts: Counter[int], blocks: Sequence[int]) -> None:
-    """Remove one reference from each of these distinct blocks."""
-    # Popped and put back, since most are not put back: a decrement of each would be a Python loop over all blocks.
-    before = list(map(counts.pop, blocks))
-    is_any_shared = sum(before) > len(before)
-    if not is_any_shared:
-        return
-    for block, count in zip(blocks, before, strict=True):
-        if count > 1:
-            counts[block] = count - 1
