@@ -130,11 +130,14 @@ class QueryCommands:
 
     Queries about prompts and searches for prefixes have one together: an answer has a number, and nothing else that
     tells which it is of.
+
+    Attributes:
+        waiting: the commands, in order.
     """
 
     def __init__(self) -> None:
+        self.waiting: list[QueryCommand] = []
         self._numbers = count()
-        self._waiting: list[QueryCommand] = []
 
     def next_number(self) -> int:
         """The number of a new query."""
@@ -142,12 +145,12 @@ class QueryCommands:
 
     def add(self, command: QueryCommand) -> None:
         """The side channel is to do this, after all that was added before."""
-        self._waiting.append(command)
+        self.waiting.append(command)
 
     def take(self) -> tuple[QueryCommand, ...]:
         """Commands since the last call, in order."""
-        commands = tuple(self._waiting)
-        self._waiting.clear()
+        commands = tuple(self.waiting)
+        self.waiting.clear()
         return commands
 
 

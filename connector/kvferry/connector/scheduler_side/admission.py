@@ -95,7 +95,7 @@ class BlockDemand:
         # Running requests are mostly first in the order, so this reads at most as many as can run, and a few more.
         waiting: list[Request] = []
         is_any_running = False
-        for entry in self._requests.in_order():
+        for entry in self._requests.in_order:
             request = entry.request
             if is_running(request):
                 is_any_running = True

@@ -139,7 +139,8 @@ class RequestLife:
         self._open_lease(entry)
         self._parts.tickets.admitted(entry)
         self._parts.prefix_leases.admitted(entry)
-        self._parts.intake.admitted(entry)
+        if entry.own_lease is not None or entry.session is not None:
+            self._parts.intake.admitted(entry)
         if entry.must_fail:
             self._parts.queries.admitted(entry, num_external_tokens)
         prompt = entry.record.prompt
@@ -170,7 +171,8 @@ class RequestLife:
         self._parts.admission.left_queue(entry)
         if self._context.tracing is not None:
             self._context.tracing.finished(entry.request_id)
-        self._parts.intake.ended(entry)
+        if entry.own_lease is not None or entry.session is not None:
+            self._parts.intake.ended(entry)
         self._parts.prefix_leases.ended(entry)
         self._parts.channel.flush()
         if self._parts.steps.drain.has_begun:

@@ -136,7 +136,7 @@ class RequestIntake:
                 self._remote.compute_here(entry.request, "invalid_params", str(error))
 
     def admitted(self, entry: EngineRequest) -> None:
-        """The request has its own references on its blocks."""
+        """A session, or a request with an own lease, has its own references on its blocks."""
         if entry.own_lease is not None:
             self._release_own(entry, entry.own_lease)
         if entry.session is not None:
@@ -144,7 +144,7 @@ class RequestIntake:
                 self._drop_update(entry.request_id, params)
 
     def ended(self, entry: EngineRequest) -> None:
-        """The request has ended."""
+        """A session, or a request with an own lease, has ended."""
         if entry.own_lease is not None:
             self._release_own(entry, entry.own_lease)
         if entry.session is not None:
@@ -276,7 +276,8 @@ class RequestIntake:
             or not has_tokens(request)
         ):
             return False
-        return leave_out(request, self._context.local.left_out)
+        left_out = self._context.local.left_out
+        return not left_out or leave_out(request, left_out)
 
     def _accept_turn(self, entry: EngineRequest, turn: RemotePrefill) -> None:
         """The router names a decoder that holds the last turn, which this prefill may load."""
@@ -332,8 +333,6 @@ def leave_out(request: Request, num_tokens: int) -> bool:
         Whether its cache will be usable. If not, the request is unchanged and is served without a transfer: it is too
         short, requests log-probabilities of its prompt or at least two tokens, or ends within an image.
     """
-    if not num_tokens:
-        return True
     params = request.sampling_params
     num_left = request.num_prompt_tokens - num_tokens
     if num_left <= 0 or request.prompt_token_ids is None:
@@ -490,7 +489,9 @@ class RemotePromptIntake:
         elif self._context.local.needs_whole_prompts and ends_elsewhere:
             # Every token of the producer's depends on where its prompt ends.
             num_shared = 0
-        elif not self._windows_reach(source, request.num_prompt_tokens):
+        elif is_all_or_nothing and not self._windows_reach(
+            source, request.num_prompt_tokens
+        ):
             self._context.loads.decline(source)
             detail = "it needs tokens whose blocks the producer, or vLLM here, frees"
             self.compute_here(request, "window_edge", detail)

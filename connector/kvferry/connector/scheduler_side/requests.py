@@ -99,23 +99,20 @@ class EngineRequests:
 
     Attributes:
         table: the records of both ledgers, by request too.
+        in_order: all, in the order in which vLLM admits them.
     """
 
     def __init__(self, table: RequestTable, *, by_priority: bool = False) -> None:
         self.table = table
+        self.in_order: list[EngineRequest] = []
         self._by_priority = by_priority
         self._by_id: dict[str, EngineRequest] = {}
-        self._in_order: list[EngineRequest] = []
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[EngineRequest]:
         return iter(self._by_id.values())
-
-    def in_order(self) -> Iterator[EngineRequest]:
-        """All, in the order in which vLLM admits them."""
-        return iter(self._in_order)
 
     def find(self, request_id: str) -> EngineRequest | None:
         """The request of this id; None if it has ended."""
@@ -141,7 +138,7 @@ class EngineRequests:
         admission_key = (priority, request.arrival_time, request.request_id)
         added = EngineRequest(request.request_id, request, record, admission_key)
         self._by_id[request.request_id] = added
-        insort(self._in_order, added, key=_ADMISSION_KEY)
+        insort(self.in_order, added, key=_ADMISSION_KEY)
         return added
 
     def ended(self, request_id: str) -> EngineRequest | None:
@@ -149,8 +146,8 @@ class EngineRequests:
         ended = self._by_id.pop(request_id, None)
         if ended is None:
             return None
-        del self._in_order[
-            bisect_left(self._in_order, ended.admission_key, key=_ADMISSION_KEY)
+        del self.in_order[
+            bisect_left(self.in_order, ended.admission_key, key=_ADMISSION_KEY)
         ]
         ended.record.is_unfinished = False
         self.table.drop_if_over(ended.record)

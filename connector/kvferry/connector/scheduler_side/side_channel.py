@@ -178,10 +178,8 @@ class SideChannel:
             commands = self._loads.take_commands()
             if commands:
                 self.renewer.submit(commands)
-        if self.query_client is not None:
-            query_commands = self.queries.commands.take()
-            if query_commands:
-                self.query_client.submit(query_commands)
+        if self.query_client is not None and self.queries.commands.waiting:
+            self.query_client.submit(self.queries.commands.take())
 
     def close(self) -> None:
         """Send the last commands, and stop the threads. Idempotent."""

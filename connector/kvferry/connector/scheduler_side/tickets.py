@@ -62,21 +62,15 @@ class _Prefill:
     """A prompt for another engine that is not complete.
 
     Attributes:
-        chain: its digests so far: all of a long prompt's would take too long in one step. None for embeddings.
+        chain: its digests so far: all of a long prompt's would take too long in one step.
         is_refused: whether it is queried and cannot be streamed.
         cached_tokens: see `Answer`; vLLM's own count of it is gone when the request ends.
     """
 
     entry: EngineRequest
-    chain: GrowingChain | None
+    chain: GrowingChain
     is_refused: bool = False
     cached_tokens: int | None = None
-
-    def digests(self, num_tokens: int) -> tuple[str, ...]:
-        """Of the first tokens; empty for embeddings."""
-        if self.chain is None:
-            return ()
-        return self.chain.digests(num_tokens)
 
 
 class TicketBuilder:
@@ -132,8 +126,9 @@ class TicketBuilder:
             prompt = self._context.local.prompt_of(
                 entry.request, entry.request.num_prompt_tokens
             )
-            chain = GrowingChain(prompt) if prompt is not None else None
-            prefill = _Prefill(entry, chain)
+            if prompt is None:
+                return
+            prefill = _Prefill(entry, GrowingChain(prompt))
             self._prefills[entry] = prefill
         prefill.cached_tokens = cached_tokens_of(entry.request)
 
@@ -221,7 +216,7 @@ class TicketBuilder:
         if not may_be_taken_back:
             self._issue_step(prefill, lease, num_complete)
         is_incomplete = entry in self._prefills
-        if is_incomplete and prefill.chain is not None:
+        if is_incomplete:
             # A step ahead: then the last step, which needs all of them, has few to make.
             prefill.chain.grow(
                 min(num_complete + num_tokens, request.num_prompt_tokens)
@@ -256,8 +251,9 @@ class TicketBuilder:
         entry = prefill.entry
         num_tokens = entry.request.num_prompt_tokens
         block_ids = self._context.blocks.table(entry.request_id)
+        digests = prefill.chain.digests(num_tokens)
         params = self.builder.build(
-            entry.request, block_ids, num_tokens, lease, prefill.digests(num_tokens)
+            entry.request, block_ids, num_tokens, lease, digests
         )
         if params is None:
             return
@@ -275,7 +271,7 @@ class TicketBuilder:
     ) -> PublishedStream | None:
         """Give a consumer that has queried the prompt a ticket for what is computed of it."""
         request = prefill.entry.request
-        if prefill.is_refused or prefill.chain is None:
+        if prefill.is_refused:
             return None
         queried = self.directory.waiting(request.request_id)
         if queried is None:
@@ -296,7 +292,7 @@ class TicketBuilder:
             return None
         # The directory has digested the prompt for the query, with the tokens that are left out here.
         prefill.chain.know(queried.digests, request.num_prompt_tokens)
-        digests = prefill.digests(request.num_prompt_tokens)
+        digests = prefill.chain.digests(request.num_prompt_tokens)
         params = self.builder.build_stream(request, lease, stream.row, digests)
         self._give_ticket(prefill, params, lease)
         return stream
@@ -380,7 +376,7 @@ class TicketBuilder:
                 self._publish(lease, lease.stream, block_ids, num_tokens, is_last=True)
             digests: tuple[str, ...] = ()
             if prefill is not None and is_whole:
-                digests = prefill.digests(num_tokens)
+                digests = prefill.chain.digests(num_tokens)
             params = self.builder.build(request, block_ids, num_tokens, lease, digests)
         if params is None:
             self._context.leases.abandon(entry.request_id)
@@ -445,9 +441,10 @@ class ParamsBuilder:
         self, block_ids: tuple[list[int], ...], shared_tokens: int
     ) -> tuple[Sequence[int], ...]:
         """The blocks into which the first `shared_tokens` tokens of a request are loaded, per transferred group."""
-        return self._local.without_scratch(
-            self._kv_cache_config.select_transfer_block_ids(block_ids), shared_tokens
-        )
+        blocks = self._kv_cache_config.select_transfer_block_ids(block_ids)
+        if not self._local.has_states:
+            return tuple(blocks)
+        return self._local.without_scratch(blocks, shared_tokens)
 
     def num_complete_tokens(self, request: Request, use: LeaseUse) -> int:
         """The tokens of an ended request whose cache is complete; 0 if it failed.
@@ -479,13 +476,15 @@ class ParamsBuilder:
         """
         if not num_tokens:
             return None
-        prompt = self._local.prompt_of(request, num_tokens)
         blocks = self._transferable(block_ids, num_tokens)
-        if prompt is None or not any(blocks):
+        if not any(blocks):
             return None
-        digests = digests or digest_chain(prompt, num_tokens)
-        ticket = self._ticket_of(blocks, num_tokens, lease, digests)
-        return self._signed(request.request_id, blocks, num_tokens, ticket)
+        if not digests:
+            prompt = self._local.prompt_of(request, num_tokens)
+            if prompt is None:
+                return None
+            digests = digest_chain(prompt, num_tokens)
+        return self._signed(request.request_id, lease, blocks, num_tokens, digests)
 
     def build_prefix(
         self, cached: CachedPrefix, digests: tuple[str, ...], lease: ProducerLease
@@ -496,8 +495,9 @@ class ParamsBuilder:
             digests: of its tokens.
         """
         blocks = self._transferable(cached.blocks, cached.num_tokens)
-        ticket = self._ticket_of(blocks, cached.num_tokens, lease, digests)
-        params = self._signed(lease.request_id, blocks, cached.num_tokens, ticket)
+        params = self._signed(
+            lease.request_id, lease, blocks, cached.num_tokens, digests
+        )
         return sign_early(params, self._local.memory.mac_key, OPENS_WITHIN_S)
 
     def worker_prefix_blocks(self, cached: CachedPrefix) -> Blocks:
@@ -505,27 +505,6 @@ class ParamsBuilder:
         if not self._copies_blocks:
             return ()
         return self._transferable(cached.blocks, cached.num_tokens)
-
-    def _ticket_of(
-        self,
-        blocks: Blocks,
-        num_tokens: int,
-        lease: ProducerLease,
-        digests: tuple[str, ...],
-    ) -> Ticket:
-        first_held: list[int] = []
-        for span, ids in zip(self._local.block_spans, blocks, strict=True):
-            first_held.append(held_from(span, len(ids), num_tokens))
-        return Ticket(
-            version=PARAMS_VERSION,
-            boot=self._local.memory.boot,
-            lease_slot=lease.slot,
-            lease_epoch=lease.name.epoch,
-            lease_s=self._lease_s,
-            digests=digests,
-            mac=_NO_MAC,
-            held_from=tuple(first_held),
-        )
 
     def build_stream(
         self,
@@ -539,21 +518,15 @@ class ParamsBuilder:
         Args:
             digests: of the whole prompt.
         """
-        ticket = Ticket(
-            version=PARAMS_VERSION,
-            boot=self._local.memory.boot,
-            lease_slot=lease.slot,
-            lease_epoch=lease.origin.epoch,
-            lease_s=self._lease_s,
-            digests=digests,
-            mac=_NO_MAC,
-            held_from=self._held_at_the_end(request.num_prompt_tokens),
-            stream_row=row,
-        )
         # The workers list the blocks in the row, where the consumer reads them.
         no_blocks = ((),) * len(self._local.groups)
         return self._signed(
-            request.request_id, no_blocks, request.num_prompt_tokens, ticket
+            request.request_id,
+            lease,
+            no_blocks,
+            request.num_prompt_tokens,
+            digests,
+            row=row,
         )
 
     def windows_reach(
@@ -610,7 +583,7 @@ class ParamsBuilder:
                 listed.append(ids[first_held // span :])
         return tuple(listed)
 
-    def _held_at_the_end(self, num_tokens: int) -> tuple[int, ...]:
+    def _held_at_the_end(self, num_tokens: int) -> list[int]:
         """Per transferred group the first token that is surely held when a prompt is complete."""
         # Before the last part vLLM frees what no token of that part needs, and it has one token at least. Where there
         # are states, the blocks are held when the request has ended: by then vLLM has freed what the next token does
@@ -625,11 +598,39 @@ class ParamsBuilder:
             else:
                 first = first_needed(group, next_token)
             first_held.append(first // span * span)
-        return tuple(first_held)
+        return first_held
 
     def _signed(
-        self, request_id: str, blocks: Blocks, num_tokens: int, ticket: Ticket
+        self,
+        request_id: str,
+        lease: ProducerLease,
+        blocks: Blocks,
+        num_tokens: int,
+        digests: tuple[str, ...],
+        *,
+        row: int | None = None,
     ) -> RemotePrefill:
+        """The signed params of a prompt that has these blocks, or that lists them in a row while it is computed."""
+        if row is None:
+            epoch = lease.name.epoch
+            first_held: list[int] = []
+            for span, ids in zip(self._local.block_spans, blocks, strict=True):
+                first_held.append(held_from(span, len(ids), num_tokens))
+        else:
+            # If the stream restarts, its ticket stays the same.
+            epoch = lease.origin.epoch
+            first_held = self._held_at_the_end(num_tokens)
+        ticket = Ticket(
+            version=PARAMS_VERSION,
+            boot=self._local.memory.boot,
+            lease_slot=lease.slot,
+            lease_epoch=epoch,
+            lease_s=self._lease_s,
+            digests=digests,
+            mac=_NO_MAC,
+            held_from=tuple(first_held),
+            stream_row=row,
+        )
         unsigned = RemotePrefill(
             remote_engine_id=self._local.announced_id,
             remote_request_id=request_id,

@@ -19,7 +19,6 @@ from kvferry.connector.vllm.version import AS_TESTED
 from kvferry.protocol.errors import LocalProtocolError, UnsupportedVllm
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
@@ -28,17 +27,22 @@ logger = logging.getLogger(__name__)
 
 
 class EngineBlocks:
-    """The KV cache blocks of this process's engine, in vLLM's block pool.
+    """The KV cache blocks of this process's engine, in vLLM's block pool. Its methods are for an engine that is bound.
 
     Attributes:
         num_blocks: blocks of the pool, with the null block (0); 0 until `bind`.
         longest: blocks of the longest possible request, with vLLM's watermark; None if they cannot be counted.
+        watermark: blocks that vLLM leaves free when it admits a request beside running ones.
+        max_model_len: tokens of the longest possible request.
     """
 
+    _manager: KVCacheManager
+
     def __init__(self) -> None:
-        self._manager: KVCacheManager | None = None
         self.num_blocks = 0
         self.longest: int | None = None
+        self.watermark = 0
+        self.max_model_len = 0
 
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's KV cache manager, and try what is used of it.
@@ -70,15 +74,15 @@ class EngineBlocks:
     @property
     def num_free(self) -> int:
         """Blocks in the pool without a reference."""
-        return int(self._bound.block_pool.get_num_free_blocks())
+        return int(self._manager.block_pool.get_num_free_blocks())
 
     def reference_count(self, block: int) -> int:
         """References to a block, those of `keep` included."""
-        return int(self._bound.block_pool.blocks[block].ref_cnt)
+        return int(self._manager.block_pool.blocks[block].ref_cnt)
 
     def table(self, request_id: str) -> tuple[list[int], ...]:
         """The block table of a request: a list of blocks per cache group."""
-        return tuple(self._bound.get_block_ids(request_id))
+        return tuple(self._manager.get_block_ids(request_id))
 
     def loaded_into(self, request_id: str) -> tuple[int, ...]:
         """The blocks that a load of this request writes, each once: those that are in no prefix cache.
@@ -86,36 +90,39 @@ class EngineBlocks:
         vLLM caches a load's blocks when the load has ended well. So the cached ones are the request's local prefix hit,
         which other requests may use at any time.
         """
-        groups = self._bound.get_blocks(request_id).get_unhashed_block_ids_all_groups()
+        groups = self._manager.get_blocks(
+            request_id
+        ).get_unhashed_block_ids_all_groups()
         return tuple(dict.fromkeys(chain.from_iterable(groups)))
 
     def keep(self, blocks: Sequence[int]) -> None:
         """Add a reference on each block, which keeps it out of the pool."""
         # `touch` counts a reference and takes a free block out of the queue (v1/core/block_pool.py:752): what vLLM does
         # itself for a prefix hit. To the pool a kept block is one that has one more user.
-        pool = self._bound.block_pool
-        pool.touch(self._objects(pool, blocks))
+        # No Python loop: one request may have 10,000 blocks, and this is the engine's step.
+        pool = self._manager.block_pool
+        pool.touch(list(map(pool.blocks.__getitem__, blocks)))
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Remove a reference from each."""
         # In vLLM's order (`KVCacheManager.free`): the end of a sequence is reused before its beginning, so that the
         # prefixes that more prompts share stay in the prefix cache for longer.
-        pool = self._bound.block_pool
-        pool.free_blocks(self._objects(pool, reversed(blocks)))
+        pool = self._manager.block_pool
+        pool.free_blocks(list(map(pool.blocks.__getitem__, reversed(blocks))))
 
     def free(self, request: Request) -> None:
         """Free the blocks of a request before vLLM does; then vLLM finds none."""
-        self._bound.free(request)
+        self._manager.free(request)
 
     def forget_hits(self, blocks: Iterable[int]) -> None:
         """Take blocks out of the prefix cache: no later prompt hits them. Requests that have them keep them."""
         # The numbers come from a worker's report: a number outside the pool would raise within vLLM's step.
         known = {block for block in blocks if 0 <= block < self.num_blocks}
-        self._bound.evict_blocks(known)
+        self._manager.evict_blocks(known)
 
     def forget_after(self, request: Request, num_tokens: int) -> None:
         """Take every block that has the hash of a part of this request after so many tokens out of the prefix cache."""
-        manager = self._bound
+        manager = self._manager
         pool = manager.block_pool
         cached = pool.cached_block_hash_to_block
         for block_hash in request.block_hashes[num_tokens // pool.hash_block_size :]:
@@ -124,16 +131,6 @@ class EngineBlocks:
                 # Several blocks may have it. Some of another request may be sound: it costs that they are not hit.
                 while (block := cached.get_one_block(key)) is not None:
                     manager.evict_blocks({block.block_id})
-
-    @property
-    def watermark(self) -> int:
-        """Blocks that vLLM leaves free when it admits a request beside running ones."""
-        return int(self._bound.watermark_blocks)
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest possible request."""
-        return int(self._bound.max_model_len)
 
     def lacking(
         self,
@@ -153,7 +150,7 @@ class EngineBlocks:
         # The call that vLLM's own admission makes (`allocate_slots`, v1/core/kv_cache_manager.py:526), so that groups
         # with a window, a chunk or a recurrent state count as they do there. A count by lengths alone is wrong for all
         # of these.
-        manager = self._bound
+        manager = self._manager
         lacking = manager.coordinator.get_num_blocks_to_allocate(
             request_id=request_id,
             num_tokens=num_slots,
@@ -177,11 +174,13 @@ class EngineBlocks:
         """Blocks for so many tokens in every cache group."""
         sizes = [
             manager.block_size
-            for manager in self._bound.coordinator.single_type_managers
+            for manager in self._manager.coordinator.single_type_managers
         ]
         return sum(-(-num_tokens // size) for size in sizes)
 
     def _count_longest(self, manager: KVCacheManager) -> int:
+        self.watermark = int(manager.watermark_blocks)
+        self.max_model_len = int(manager.max_model_len)
         length = self.max_model_len
         unknown_id = ""  # no request of vLLM has it
         longest = self.lacking(
@@ -190,17 +189,6 @@ class EngineBlocks:
         # The call registers the request in some groups, without blocks.
         manager.coordinator.free(unknown_id)
         return longest + self.watermark
-
-    @staticmethod
-    def _objects(pool: BlockPool, blocks: Iterable[int]) -> list[KVCacheBlock]:
-        # Without a Python loop: one request may have 10,000 blocks, and this is the engine's step.
-        return list(map(pool.blocks.__getitem__, blocks))
-
-    @property
-    def _bound(self) -> KVCacheManager:
-        if self._manager is None:
-            raise LocalProtocolError("vLLM has not bound its KV cache manager")
-        return self._manager
 
 
 def distinct_blocks(block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
