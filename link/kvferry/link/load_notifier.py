@@ -19,9 +19,8 @@ logger = logging.getLogger(__name__)
 _INDEX_BYTES = 4
 
 
-def _address(boot: str) -> str:
-    # Linux's abstract namespace: the socket leaves no file behind, whatever ends the process.
-    return f"\0kvferry-{boot}"
+_ADDRESS = "\0kvferry-{boot}"
+"""In Linux's abstract namespace: the socket leaves no file behind, whatever ends the process."""
 
 
 def _datagram_socket() -> socket.socket:
@@ -45,7 +44,7 @@ class LoadNotifier:
 
     def set_boot(self, boot: str) -> None:
         """Set the engine's boot, which comes with its orders."""
-        self._address = _address(boot)
+        self._address = _ADDRESS.format(boot=boot)
 
     def notify(self) -> None:
         """Tell the scheduler that a load has ended, if it can be reached."""
@@ -81,7 +80,7 @@ class LoadListener:
         self._wake = wake
         self._socket = _datagram_socket()
         try:
-            self._socket.bind(_address(boot))
+            self._socket.bind(_ADDRESS.format(boot=boot))
         except OSError as error:
             # Without it the scheduler steps while loads are under way, as it does for workers on other hosts.
             logger.debug("ends of loads are not notified: %s", error)

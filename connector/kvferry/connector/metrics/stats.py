@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -60,26 +59,6 @@ class FerryStats(KVConnectorStats):
     Counters and samples are added up, over workers and over steps. Gauges are reported only by the engine's scheduler,
     which has the latest values of each worker (`EngineMonitor`), so the latest gauge replaces earlier ones.
     """
-
-    @classmethod
-    def from_counts(
-        cls,
-        counts: Mapping[CounterKey, float],
-        samples: Mapping[str, list[float]],
-        gauges: Mapping[str, float] | None = None,
-    ) -> FerryStats | None:
-        """Statistics of one step; None if there are none."""
-        if not counts and not samples and not gauges:
-            return None
-        counters: LabelledCounts = {}
-        for (name, label), amount in counts.items():
-            counters.setdefault(name, {})[label] = amount
-        data = {
-            "counters": counters,
-            "samples": dict(samples),
-            "gauges": dict(gauges or {}),
-        }
-        return cls(data=data)
 
     @classmethod
     def from_results(
@@ -241,9 +220,15 @@ class EngineMonitor:
         gauges = self._gauges()
         changed = dict(gauges.items() - self._reported_gauges.items())
         self._reported_gauges = gauges
-        counts = self.counters.take()
+        counters: LabelledCounts = {}
+        for (name, label), amount in self.counters.take().items():
+            counters.setdefault(name, {})[label] = amount
         samples = self.counters.take_samples()
-        return FerryStats.from_counts(counts, samples, changed)
+        if not counters and not samples and not changed:
+            return None
+        return FerryStats(
+            data={"counters": counters, "samples": samples, "gauges": changed}
+        )
 
     def _gauges(self) -> dict[str, float]:
         """Constant cost: the ledgers maintain the counts."""

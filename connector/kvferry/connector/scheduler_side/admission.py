@@ -313,7 +313,7 @@ class LeaseEviction:
     def _are_slots_short(self) -> bool:
         """True if turns or prefixes occupy slots that other leases will need."""
         slots = self._context.leases.slots
-        num_free = slots.free + len(self._context.leases.block_references.ending)
+        num_free = len(slots.free) + len(self._context.leases.block_references.ending)
         return num_free < slots.count / _RESERVED
 
     def _is_missed_for_long(self) -> bool:

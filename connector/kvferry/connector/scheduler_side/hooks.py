@@ -407,7 +407,7 @@ class EngineStep:
         for worker, ended in report.over.items():
             for request_id in self._context.leases.acknowledge(worker, ended):
                 logger.debug("req=%s: its blocks are free", request_id)
-        self._parts.steps.reported(report.over)
+        self._parts.steps.unreported.difference_update(report.over)
 
     def _measure_load(self, prompt: RemotePrompt, now_s: float) -> None:
         """What a good load says about the pull of a prefix, and what this one has saved if it was one."""

@@ -556,7 +556,7 @@ class PrefixLeases:
         num_slots = leases.slots.count
         if leases.num_prefixes >= max(1, num_slots // SHARE):
             return PrefixRefusal.NO_LEASE
-        if leases.slots.free <= num_slots // RESERVED:
+        if len(leases.slots.free) <= num_slots // RESERVED:
             return PrefixRefusal.NO_LEASE
         num_blocks = self._context.blocks.num_blocks
         num_kept = leases.num_prefix_blocks + self._num_taken + taking.blocks_left

@@ -38,7 +38,6 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Iterable
 
 from kvferry.connector.scheduler_side.prefixes import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
@@ -124,6 +123,7 @@ class Steps:
 
     Attributes:
         drain: ends leases at the beginning of a step, when the engine is to end.
+        unreported: workers that have not reported since the engine woke.
         loop, load_listener, may_wait: as given.
     """
 
@@ -149,7 +149,7 @@ class Steps:
         self._queries = queries
         self._prefix_leases = prefix_leases
         self._workers = frozenset(range(num_workers))
-        self._unreported: set[int] = set()
+        self.unreported: set[int] = set()
         self._may_sleep = False
         self._stepped_s = time.monotonic()
         self._wait_until_s: float | None = None
@@ -180,7 +180,7 @@ class Steps:
         if self._prefix_leases.needs_step:
             return StepReason.PREFIXES
         # An engine that ends needs its blocks no more: it would step until `failed_read_grace_s` has passed.
-        if self._loads.quarantine.num_requests and not is_draining:
+        if self._loads.quarantine.num_blocks and not is_draining:
             return StepReason.QUARANTINE
         if not self._leases.block_references.held:
             return None
@@ -206,15 +206,11 @@ class Steps:
         if self._may_sleep:
             # While the engine slept, consumers' notifications waited at the workers. Leases that seem held may be over.
             self._may_sleep = False
-            self._unreported = set(self._workers)
+            self.unreported = set(self._workers)
             self._waking_until_s = self._leases.clock_s + self._leases.clock.heartbeat_s
         if self.loop.is_ending:
             self.drain.step()
-        return bool(self._unreported)
-
-    def reported(self, workers: Iterable[int]) -> None:
-        """These workers have reported."""
-        self._unreported.difference_update(workers)
+        return bool(self.unreported)
 
     @property
     def may_report_ended_leases(self) -> bool:
@@ -227,7 +223,7 @@ class Steps:
 
         At most a heartbeat long: a worker that stands still must not keep leases from expiring or being evicted.
         """
-        return bool(self._unreported) and self._leases.clock_s <= self._waking_until_s
+        return bool(self.unreported) and self._leases.clock_s <= self._waking_until_s
 
     # Waiting, on the loop's own thread.
 

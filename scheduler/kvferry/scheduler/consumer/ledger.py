@@ -509,11 +509,6 @@ class QuarantinedBlocks:
         # By request, as workers name loads; it may have ended. The oldest is first.
         self._pinned: dict[str, PinnedBlocks] = {}
 
-    @property
-    def num_requests(self) -> int:
-        """The number of requests whose blocks are pinned."""
-        return len(self._pinned)
-
     def update(self, alive: Mapping[int, frozenset[str]], now_s: float) -> None:
         """Take the requests whose blocks may still be written, by worker, before vLLM frees blocks of the step."""
         if self.pool is None:

@@ -129,11 +129,12 @@ class PullEstimate:
         """A load has ended well, so long after its order."""
         if seconds <= 0:
             return
-        if now_s > self._measured_s(producer) + FRESH_S:
-            self._loading.pop(producer, None)
-        # Bounded, since requests name producers: the one that was loaded from longest ago is forgotten.
-        speed = self._loading.setdefault(producer, _Speed())
+        speed = self._loading.get(producer)
+        if speed is None or now_s > speed.measured_s + FRESH_S:
+            speed = _Speed()
+            self._loading[producer] = speed
         speed.add(num_tokens * self.token_bytes, seconds, now_s)
+        # Bounded, since requests name producers: the one that was loaded from longest ago is forgotten.
         self._loading.move_to_end(producer)
         if len(self._loading) > MAX_PRODUCERS:
             self._loading.popitem(last=False)
@@ -146,9 +147,10 @@ class PullEstimate:
 
     def bytes_s(self, producer: Producer, now_s: float) -> float:
         """Bytes that a worker of this engine reads from there in a second."""
-        if now_s > self._measured_s(producer) + FRESH_S:
+        speed = self._loading.get(producer)
+        if speed is None or now_s > speed.measured_s + FRESH_S:
             return ASSUMED_BYTES_S
-        return self._loading[producer].per_s
+        return speed.per_s
 
     def compute_s(self, num_tokens: int) -> float:
         """How long it takes to compute so many tokens."""
@@ -175,12 +177,6 @@ class PullEstimate:
         if not self._computing.seconds:
             return UNMEASURED_WAIT_S
         return min(self.compute_s(num_tokens), MAX_WAIT_S)
-
-    def _measured_s(self, producer: Producer) -> float:
-        speed = self._loading.get(producer)
-        if speed is None:
-            return -math.inf
-        return speed.measured_s
 
 
 def whole_chunks(num_tokens: int) -> int:

@@ -103,7 +103,7 @@ class ProducerLedger:
 
     def __len__(self) -> int:
         """The number of leases that have a slot."""
-        return self.slots.count - self.slots.free
+        return self.slots.count - len(self.slots.free)
 
     def get(self, request_id: str) -> ProducerLease | None:
         """The lease of a request, also after its end; None without one."""
@@ -129,7 +129,7 @@ class ProducerLedger:
         """True if a step has something to do: orders, ended leases that the workers report, or leases that expire."""
         references = self.block_references
         has_work = bool(self._orders or references.ending or references.is_returning)
-        return has_work or self._deadlines.may_be_due(self.clock_s)
+        return has_work or self.clock_s >= self._deadlines.next_due_s
 
     def running(self, request_id: str) -> ProducerLease | None:
         """The lease of a request that has not ended. None without one, or if an earlier request with this id has it."""
@@ -231,7 +231,7 @@ class ProducerLedger:
         """
         if not self.slots.free or self._requests.find(name) is not None:
             raise LocalProtocolError(
-                f"prefix {name}: of {self.slots.count} slots {self.slots.free} are free, or its name is used"
+                f"prefix {name}: of {self.slots.count} slots {len(self.slots.free)} are free, or its name is used"
             )
         record = self._requests.enter(name)
         lease = ProducerLease(name, LeaseUse.PREFIX, is_running=False)
@@ -343,7 +343,7 @@ class ProducerLedger:
         # their renewals could not arrive meanwhile.
         clock_s = self.clock.wind(now_s)
         self.block_references.begin_step()
-        if may_expire and self._deadlines.may_be_due(clock_s):
+        if may_expire and clock_s >= self._deadlines.next_due_s:
             for lease in self._deadlines.due(
                 self.block_references.held.values(), clock_s
             ):
@@ -453,21 +453,20 @@ class LeaseSlots:
 
     Args:
         draw_epoch: fresh epochs.
+
+    Attributes:
+        count: as given.
+        free: the slots of no lease; the next to be used is last.
     """
 
     def __init__(self, count: int, draw_epoch: Callable[[], Epoch]) -> None:
         self.count = count
         self._draw_epoch = draw_epoch
-        self._free = list(range(count - 1, -1, -1))
+        self.free = list(range(count - 1, -1, -1))
         self._by_name: dict[LeaseName, ProducerLease] = {}
 
     def __contains__(self, name: LeaseName) -> bool:
         return name in self._by_name
-
-    @property
-    def free(self) -> int:
-        """The number of slots without a lease."""
-        return len(self._free)
 
     def find(self, name: LeaseName) -> ProducerLease | None:
         """The lease of this name, if there is one."""
@@ -475,7 +474,7 @@ class LeaseSlots:
 
     def take(self, lease: ProducerLease) -> LeaseOpen:
         """Give a lease a free slot and a fresh epoch, and return the order to the workers."""
-        slot = self._free.pop()
+        slot = self.free.pop()
         lease.name = self._new_name(slot)
         lease.origin = lease.name
         self._by_name[lease.name] = lease
@@ -493,12 +492,12 @@ class LeaseSlots:
         """The lease is over."""
         for name in {lease.name, lease.origin}:
             del self._by_name[name]
-        self._free.append(lease.slot)
+        self.free.append(lease.slot)
 
     def snapshot(self) -> LeaseSlotsSnapshot:
         """The slots now."""
         return LeaseSlotsSnapshot(
-            leases=frozenset(self._by_name.values()), free=tuple(self._free)
+            leases=frozenset(self._by_name.values()), free=tuple(self.free)
         )
 
     def _new_name(self, slot: int) -> LeaseName:
@@ -674,6 +673,9 @@ class Deadlines:
     Args:
         lease_s: lifetime of a held lease without a renewal.
         turn_s: the same for a turn's lease.
+
+    Attributes:
+        next_due_s: no deadline passes before this time. It may be too early, after a renewal or an end; never too late.
     """
 
     def __init__(self, lease_s: float, turn_s: float) -> None:
@@ -682,8 +684,7 @@ class Deadlines:
             LeaseUse.TURN: turn_s,
             LeaseUse.PREFIX: min(lease_s, PREFIX_S),
         }
-        # No deadline passes before this time. It may be too early, after a renewal or an end; never too late.
-        self._next_due_s = math.inf
+        self.next_due_s = math.inf
 
     def start(self, lease: ProducerLease, clock_s: float) -> None:
         """From now on a held lease expires unless it is renewed."""
@@ -692,11 +693,7 @@ class Deadlines:
         lease.deadline_s = max(
             lease.claimed_until_s, clock_s + self._lifetime_s[lease.use]
         )
-        self._next_due_s = min(self._next_due_s, lease.deadline_s)
-
-    def may_be_due(self, clock_s: float) -> bool:
-        """True if a deadline may have passed; its lease may have been renewed or ended since."""
-        return clock_s >= self._next_due_s
+        self.next_due_s = min(self.next_due_s, lease.deadline_s)
 
     def due(self, held: Iterable[ProducerLease], clock_s: float) -> list[ProducerLease]:
         """The held leases whose deadline has passed. It reads all of them."""
@@ -710,5 +707,5 @@ class Deadlines:
             else:
                 earliest_s = min(earliest_s, lease.deadline_s)
         # A renewal only adds time, so none of the others is due before the earliest deadline that was found.
-        self._next_due_s = max(earliest_s, clock_s + num_held * SCAN_S)
+        self.next_due_s = max(earliest_s, clock_s + num_held * SCAN_S)
         return due
