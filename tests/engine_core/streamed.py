@@ -6,14 +6,18 @@ from typing import Any
 
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.handshake import encode
-from kvferry.protocol.params import RemotePrefill, check_params_mac, decode_params
+from kvferry.protocol.params import (
+    RemotePrefill,
+    check_params_mac,
+    decode_params,
+    request_key,
+)
 from kvferry.protocol.queries import (
     Answer,
     PromptProgress,
     PromptQuery,
     Subscribe,
     decode_answers,
-    request_key,
 )
 from kvferry.scheduler.requests import ProducerLease
 from tests.harness.core.integrity import check_scheduler_side

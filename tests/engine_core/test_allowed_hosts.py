@@ -14,12 +14,8 @@ from kvferry.link.allowed_hosts import AllowedHosts, TrustedHosts
 from kvferry.link.secrets import VARIABLE
 from kvferry.protocol.hosts import HOST_VARIABLE
 from kvferry.protocol.ids import new_boot_id
-from kvferry.protocol.queries import (
-    Answer,
-    PromptProgress,
-    announced_id,
-    encode_params,
-)
+from kvferry.protocol.params import announced_id
+from kvferry.protocol.queries import Answer, PromptProgress, encode_params
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import SchedulerEngine, tokens
 from tests.promises import promise

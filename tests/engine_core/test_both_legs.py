@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.queries import announced_id
+from kvferry.protocol.params import announced_id
 from tests.harness.core.node import Node, until
 from tests.harness.core.scheduler import tokens
 from tests.harness.core.toy_model import expected_tokens

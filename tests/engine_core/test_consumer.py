@@ -13,7 +13,7 @@ from kvferry.connector.engine.facts import steps_alone
 from kvferry.connector.vllm.core import EngineLoop
 from kvferry.link.load_notifier import LoadNotifier
 from kvferry.protocol.ids import new_boot_id
-from kvferry.protocol.queries import announced_id
+from kvferry.protocol.params import announced_id
 from kvferry.scheduler.requests import RemotePromptState
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import BLOCK_TOKENS, Scheduled, tokens

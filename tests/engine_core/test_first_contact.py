@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.queries import engine_of
+from kvferry.protocol.params import engine_of
 from kvferry.worker.peers.peer import PeerKey
 from tests.engine_core.test_engine_loop import make_core
 from tests.harness.core.node import Node

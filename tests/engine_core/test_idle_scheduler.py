@@ -38,9 +38,9 @@ def test_a_lease_that_was_read_while_idle_and_then_ran_out_is_done_and_has_not_e
     engine.step()
     assert not engine.scheduler.has_requests()
     side = engine.connector.scheduler_side
-    ended_s = side.leases.clock_s + 0.3
+    ended_s = side.leases.clock.awake_s + 0.3
     wait_until(
-        lambda: side.leases.clock_s >= ended_s,
+        lambda: side.leases.clock.awake_s >= ended_s,
         "the listener's thread has wound the clock",
     )
     step = engine.step(over={"p"})

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from kvferry.protocol.digests import Prompt, digest_chain
-from kvferry.protocol.params import decode_params
-from kvferry.protocol.queries import PromptProgress, PromptQuery, request_key
+from kvferry.protocol.params import decode_params, request_key
+from kvferry.protocol.queries import PromptProgress, PromptQuery
 from kvferry.protocol.slots import (
     MAX_PROGRESS,
 )

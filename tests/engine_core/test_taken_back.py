@@ -15,7 +15,7 @@ import pytest
 from kvferry.connector.scheduler_side.requests import EngineRequests
 from kvferry.connector.scheduler_side.taken_back import TakeBacks
 from kvferry.connector.vllm.scheduler import EngineBlocks
-from kvferry.protocol.queries import announced_id
+from kvferry.protocol.params import announced_id
 from kvferry.scheduler.requests import LeaseState, RequestTable
 from tests.engine_core.believed import Believed, check_believed
 from tests.engine_core.streamed import REMOTE_DECODE, ask

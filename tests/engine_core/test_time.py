@@ -136,10 +136,12 @@ def test_a_prompt_that_waits_for_blocks_longer_than_its_lease_is_loaded_all_the_
     consumer.step()
     consumer.engine.add("d", PROMPT, producer.prefill("p", PROMPT), max_tokens=COUNT)
     leases = producer.engine.connector.scheduler_side.leases
-    over_s = leases.clock_s + 2 * LEASE_S
+    over_s = leases.clock.awake_s + 2 * LEASE_S
     while len(consumer.engine.answers["long"].tokens) < 20:
         consumer.step()
-    step_until(lambda: leases.clock_s > over_s, "two leases have passed", producer)
+    step_until(
+        lambda: leases.clock.awake_s > over_s, "two leases have passed", producer
+    )
     assert consumer.engine.status("d") == "WAITING"
     assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
     assert consumer.answer("long").tokens == expected_tokens(long, 40)

@@ -17,19 +17,21 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.params import decode_params
+from kvferry.protocol.params import (
+    announced_id,
+    boot_of,
+    decode_params,
+    engine_of,
+    request_key,
+)
 from kvferry.protocol.queries import (
     Answer,
     Answers,
     PromptProgress,
     PromptQuery,
     Subscribe,
-    announced_id,
     answers_in,
-    boot_of,
     decode_answers,
-    engine_of,
-    request_key,
 )
 from tests.protocol.samples import make_params, make_ticket
 

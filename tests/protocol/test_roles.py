@@ -13,9 +13,9 @@ from kvferry.protocol.params import (
     RemoteDecode,
     read_params,
     read_transfer_id,
+    request_key,
 )
 from kvferry.protocol.prefix_sources import read_sources
-from kvferry.protocol.queries import request_key
 
 ID = "2f0c6f7e-6a4e-4a55-8f4e-1d3b5a1c9a10"
 PREFILL_LEG = {"remote_decoder": {"kv_request_id": ID}}

@@ -36,7 +36,7 @@ def test_leases_that_expire_one_by_one_are_not_all_visited_in_every_step(
         ledger.take_orders(number * STEP_S)
     assert not visits
     deadlines = [lease.deadline_s for lease in ledger.block_references.held.values()]
-    now_s = ledger.clock_s
+    now_s = ledger.clock.awake_s
     while now_s + 1.0 < deadlines[0]:
         now_s += 1.0
         ledger.take_orders(now_s)

@@ -16,7 +16,7 @@ import pytest
 
 from kvferry.cli.plan.describe import fetch
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.queries import announced_id
+from kvferry.protocol.params import announced_id
 from scripts.accuracy.engines import EngineSpec, Router, Transfer
 from scripts.accuracy.metrics import Scrape
 from tests.vllm.checked import broken_of

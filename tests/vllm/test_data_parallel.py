@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from kvferry.protocol.queries import engine_of
+from kvferry.protocol.params import engine_of
 from scripts.accuracy.engines import Transfer
 from tests.vllm.conftest import START_S
 from tests.vllm.forked_server import ForkedServer

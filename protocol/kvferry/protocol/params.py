@@ -67,6 +67,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -79,6 +80,7 @@ from kvferry.protocol.digests import CHUNK_TOKENS
 from kvferry.protocol.errors import MISSING, ForeignParams, InvalidParams
 from kvferry.protocol.ids import (
     BlockId,
+    BootId,
     Count,
     Hex128,
     Hex256,
@@ -89,7 +91,7 @@ from kvferry.protocol.ids import (
     SlotIndex,
     Text,
 )
-from kvferry.protocol.queries import MAX_ANSWERS_BYTES, boot_of, engine_of
+from kvferry.protocol.queries import MAX_ANSWERS_BYTES, MAX_KEY
 from kvferry.protocol.slots import RowIndex
 
 PARAMS_VERSION = 1
@@ -242,6 +244,69 @@ class NamedPrefill(msgspec.Struct, frozen=True, kw_only=True):
         if self.remote_engine_id is None:
             return None
         return boot_of(self.remote_engine_id)
+
+
+# Names: of an engine, and of a request on both legs.
+
+
+# The prefix says that the engine answers queries. Engines of other connectors have none, and are never queried.
+_ANNOUNCED = "kvferry1"
+_ANNOUNCED_ID = re.compile(rf"{_ANNOUNCED}\.(?P<boot>[0-9a-f]{{32}})\.(?=.)")
+_RANDOM_END = re.compile(r"-[0-9a-f]{8}\Z")
+_INDEX = re.compile(
+    r"\A(?:(?P<of_n>\d{1,6})_)?(?:cmpl-.*-(?P<of_batch>\d{1,6})|.*)\Z", re.DOTALL
+)
+
+
+def announced_id(boot: BootId, engine_id: str) -> str:
+    """The engine id in params: it says that the engine answers queries, and in which of its lives."""
+    return f"{_ANNOUNCED}.{boot}.{engine_id}"
+
+
+def boot_of(announced: str) -> BootId | None:
+    """The boot in an announced id; None if the engine announces none, and must not be queried."""
+    announcement = _ANNOUNCED_ID.match(announced)
+    if announcement is None:
+        return None
+    return BootId(announcement["boot"])
+
+
+def engine_of(announced: str) -> str:
+    """The engine's own id in an announced one; any other id is returned unchanged."""
+    announcement = _ANNOUNCED_ID.match(announced)
+    if announcement is None:
+        return announced
+    return announced[announcement.end() :]
+
+
+def request_key(request_id: str, transfer_id: str | None = None) -> str:
+    """The key that both legs of a request have in common.
+
+    Args:
+        request_id: vLLM's, on this engine: `cmpl-<id>-<index in the batch>-<8 hex>`, `chatcmpl-<id>-<8 hex>`, and
+            `<k>_` before it for the k-th of n. Without the eight random digits where vLLM is set to append none.
+        transfer_id: of routers that send one with both legs; their request ids may differ.
+
+    Returns:
+        Printable ASCII of at most `MAX_KEY` characters.
+    """
+    # Each engine appends its own eight random digits; without them both legs have the same id.
+    key = _RANDOM_END.sub("", request_id)
+    if transfer_id is not None:
+        # One `transfer_id` covers a whole batch and all of its n siblings, so the indices stay part of the key.
+        of_n = ""
+        of_batch = ""
+        index = _INDEX.match(key)
+        if index is not None:
+            of_n = index["of_n"] or ""
+            of_batch = index["of_batch"] or ""
+        key = f"{transfer_id}/{of_n}/{of_batch}"
+    is_plain = key.isascii() and key.isprintable()
+    if is_plain and 0 < len(key) <= MAX_KEY:
+        return key
+    # Clients choose ids: of any length, and with any character. Both legs replace such a one by the same digest.
+    encoded = key.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 # Reading what a client or router sent.

@@ -42,8 +42,6 @@ An engine of a version without prefix queries answers `Refused`. Evolution rules
 from __future__ import annotations
 
 import enum
-import hashlib
-import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated
 
@@ -53,7 +51,7 @@ from msgspec import Meta
 from kvferry.protocol.convert import decode
 from kvferry.protocol.digests import DIGEST_BYTES
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.ids import BootId, Count, Hex128, Port, Positive, Text
+from kvferry.protocol.ids import Count, Hex128, Port, Positive, Text
 from kvferry.protocol.slots import MAX_ROW_GROUPS
 
 MAX_QUERIES = 256
@@ -62,14 +60,6 @@ MAX_KEY = 256
 MAX_ANSWERS_BYTES = 8 << 20
 """Of one frame: the ticket of the longest prompts has 5 bytes for each block, and 34 for each 256 tokens."""
 MAX_SIBLINGS = 1024
-
-# The prefix says that the engine answers queries. Engines of other connectors have none, and are never queried.
-_ANNOUNCED = "kvferry1"
-_ANNOUNCED_ID = re.compile(rf"{_ANNOUNCED}\.(?P<boot>[0-9a-f]{{32}})\.(?=.)")
-_RANDOM_END = re.compile(r"-[0-9a-f]{8}\Z")
-_INDEX = re.compile(
-    r"\A(?:(?P<of_n>\d{1,6})_)?(?:cmpl-.*-(?P<of_batch>\d{1,6})|.*)\Z", re.DOTALL
-)
 
 Number = Annotated[int, Meta(ge=0, lt=2**53)]
 
@@ -208,57 +198,6 @@ def answers_in(frame: bytes) -> Answers | None:
         if decode(frame, _any, MAX_ANSWERS_BYTES, InvalidMessage).type == "answers":
             raise
         return None
-
-
-def announced_id(boot: BootId, engine_id: str) -> str:
-    """The engine id in params: it says that the engine answers queries, and in which of its lives."""
-    return f"{_ANNOUNCED}.{boot}.{engine_id}"
-
-
-def boot_of(announced: str) -> BootId | None:
-    """The boot in an announced id; None if the engine announces none, and must not be queried."""
-    announcement = _ANNOUNCED_ID.match(announced)
-    if announcement is None:
-        return None
-    return BootId(announcement["boot"])
-
-
-def engine_of(announced: str) -> str:
-    """The engine's own id in an announced one; any other id is returned unchanged."""
-    announcement = _ANNOUNCED_ID.match(announced)
-    if announcement is None:
-        return announced
-    return announced[announcement.end() :]
-
-
-def request_key(request_id: str, transfer_id: str | None = None) -> str:
-    """The key that both legs of a request have in common.
-
-    Args:
-        request_id: vLLM's, on this engine: `cmpl-<id>-<index in the batch>-<8 hex>`, `chatcmpl-<id>-<8 hex>`, and
-            `<k>_` before it for the k-th of n. Without the eight random digits where vLLM is set to append none.
-        transfer_id: of routers that send one with both legs; their request ids may differ.
-
-    Returns:
-        Printable ASCII of at most `MAX_KEY` characters.
-    """
-    # Each engine appends its own eight random digits; without them both legs have the same id.
-    key = _RANDOM_END.sub("", request_id)
-    if transfer_id is not None:
-        # One `transfer_id` covers a whole batch and all of its n siblings, so the indices stay part of the key.
-        of_n = ""
-        of_batch = ""
-        index = _INDEX.match(key)
-        if index is not None:
-            of_n = index["of_n"] or ""
-            of_batch = index["of_batch"] or ""
-        key = f"{transfer_id}/{of_n}/{of_batch}"
-    is_plain = key.isascii() and key.isprintable()
-    if is_plain and 0 < len(key) <= MAX_KEY:
-        return key
-    # Clients choose ids: of any length, and with any character. Both legs replace such a one by the same digest.
-    encoded = key.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 # Prefixes.

@@ -27,8 +27,12 @@ from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from kvferry.protocol.hosts import check_announced
 from kvferry.protocol.ids import BootId, new_boot_id
-from kvferry.protocol.params import NamedPrefill, RemotePrefill, new_mac_key
-from kvferry.protocol.queries import announced_id
+from kvferry.protocol.params import (
+    NamedPrefill,
+    RemotePrefill,
+    announced_id,
+    new_mac_key,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -201,7 +205,7 @@ class LocalEngine:
 
     @cached_property
     def announced_id(self) -> str:
-        """As params and queries of this start name it, see `queries.announced_id`."""
+        """As params and queries of this start name it, see `params.announced_id`."""
         return announced_id(self.boot, self.engine_id)
 
     @cached_property

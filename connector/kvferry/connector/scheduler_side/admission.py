@@ -206,7 +206,10 @@ class LeaseEviction:
         # If a worker's transfer thread is stuck, blocks do not return, and vLLM must not wait for them for ever: the
         # lease that has been ending for the longest has a heartbeat.
         heartbeat_s = self._context.leases.clock.heartbeat_s
-        if self._context.leases.clock_s > self._first_ending_since_s + heartbeat_s:
+        if (
+            self._context.leases.clock.awake_s
+            > self._first_ending_since_s + heartbeat_s
+        ):
             return False
         return self._context.leases.block_references.num_coming() > 0
 
@@ -226,7 +229,7 @@ class LeaseEviction:
 
     def _evict(self) -> None:
         references = self._context.leases.block_references
-        clock_s = self._context.leases.clock_s
+        clock_s = self._context.leases.clock.awake_s
         first_ending = next(iter(references.ending), None)
         if first_ending is None or first_ending != self._first_ending:
             self._first_ending = first_ending
@@ -295,7 +298,8 @@ class LeaseEviction:
         may_be_stalled = bool(needs) and not num_coming and num_free < longest
         if may_be_stalled:
             stalled_blocks = self._block_demand.stalled_blocks(
-                self._context.leases.clock_s, self._context.leases.clock.heartbeat_s
+                self._context.leases.clock.awake_s,
+                self._context.leases.clock.heartbeat_s,
             )
         if stalled_blocks:
             need = max(need, min(num_free + stalled_blocks, longest))
@@ -321,7 +325,7 @@ class LeaseEviction:
         if self._missed_since_s is None:
             return False
         heartbeat_s = self._context.leases.clock.heartbeat_s
-        return self._context.leases.clock_s >= self._missed_since_s + heartbeat_s
+        return self._context.leases.clock.awake_s >= self._missed_since_s + heartbeat_s
 
 
 _MAX_COUNTED = 4096
@@ -491,7 +495,7 @@ class StallWatch:
             self._since_s = None
             return
         # On the leases' clock, which stands still while this process does not run: a paused machine is no stall.
-        clock_s = self._context.leases.clock_s
+        clock_s = self._context.leases.clock.awake_s
         if self._since_s is None:
             self._since_s = clock_s
             self._num_heartbeats = 0

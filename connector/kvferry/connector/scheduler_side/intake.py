@@ -48,9 +48,9 @@ from kvferry.protocol.params import (
     read_params,
     read_transfer_id,
     read_turn,
+    request_key,
     without_transfer,
 )
-from kvferry.protocol.queries import request_key
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.requests import LeaseUse, PromptKind
 

@@ -31,8 +31,13 @@ from kvferry.link.commands import SETTLING, Producer, QueryCommands
 from kvferry.protocol.digests import Prompt, digest_chain
 from kvferry.protocol.errors import InputError
 from kvferry.protocol.hosts import host_port
-from kvferry.protocol.params import NamedPrefill, RemotePrefill, decode_params
-from kvferry.protocol.queries import Answer, PromptProgress, request_key
+from kvferry.protocol.params import (
+    NamedPrefill,
+    RemotePrefill,
+    decode_params,
+    request_key,
+)
+from kvferry.protocol.queries import Answer, PromptProgress
 from kvferry.scheduler.consumer.pending_queries import PendingQueries
 from kvferry.scheduler.consumer.prefix_searches import PrefixSearches
 from kvferry.scheduler.requests import PendingQuery, PrefixSearch
@@ -151,7 +156,10 @@ class PromptQueries:
         searches = self.searches
         if self._found or searches.open or searches.unused:
             return True
-        return not self.queries.is_empty or len(self._answers) > 0
+        queries = self.queries
+        if queries.open or queries.leaving or queries.crowded_out:
+            return True
+        return len(self._answers) > 0
 
     @property
     def num_waiting(self) -> int:

@@ -207,7 +207,9 @@ class Steps:
             # While the engine slept, consumers' notifications waited at the workers. Leases that seem held may be over.
             self._may_sleep = False
             self.unreported = set(self._workers)
-            self._waking_until_s = self._leases.clock_s + self._leases.clock.heartbeat_s
+            self._waking_until_s = (
+                self._leases.clock.awake_s + self._leases.clock.heartbeat_s
+            )
         if self.loop.is_ending:
             self.drain.step()
         return bool(self.unreported)
@@ -223,7 +225,9 @@ class Steps:
 
         At most a heartbeat long: a worker that stands still must not keep leases from expiring or being evicted.
         """
-        return bool(self.unreported) and self._leases.clock_s <= self._waking_until_s
+        return (
+            bool(self.unreported) and self._leases.clock.awake_s <= self._waking_until_s
+        )
 
     # Waiting, on the loop's own thread.
 
@@ -251,9 +255,9 @@ class Steps:
         Args:
             num_requests: that have not ended.
         """
-        if self._reason_of_leases() is not None:
-            return
         if self.load_listener is None or not self.load_listener.hears_all_workers:
+            return
+        if self._reason_of_leases() is not None:
             return
         num_loading = self._loads.loading
         if num_loading and self.load_listener.has_no_news:

@@ -139,6 +139,9 @@ class PendingQueries:
 
     Attributes:
         commands: as given.
+        open: the open queries, by number.
+        leaving: those whose requests have ended since the last `give_up`, which has a clock and starts their timers.
+        crowded_out: settled ones that the next `give_up` returns.
     """
 
     def __init__(
@@ -151,15 +154,14 @@ class PendingQueries:
         self._requests = RequestTable() if requests is None else requests
         self._num_waiting = 0
         self.commands = QueryCommands() if commands is None else commands
-        self._by_number: dict[int, PendingQuery] = {}
+        self.open: dict[int, PendingQuery] = {}
         self._by_host = _QueriesByHost()
         # A query is in all timers whose state it is in.
         self._unknown = _Timers()
         self._ended = _Timers()
         self._ended_unknown = _Timers()
-        # Their requests have ended since the last `give_up`, which has a clock and starts their timers.
-        self._leaving: deque[PendingQuery] = deque()
-        self._crowded_out: deque[PendingQuery] = deque()
+        self.leaving: deque[PendingQuery] = deque()
+        self.crowded_out: deque[PendingQuery] = deque()
 
     def __len__(self) -> int:
         """The number of requests that wait for an answer."""
@@ -169,11 +171,6 @@ class PendingQueries:
         """True if this request waits for an answer."""
         record = self._requests.find(request_id)
         return record is not None and record.query is not None
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no query is open, or waits to be settled: `give_up` has nothing to do at any time."""
-        return not (self._by_number or self._crowded_out or self._leaving)
 
     def start(
         self,
@@ -186,7 +183,7 @@ class PendingQueries:
     ) -> bool:
         """A request has arrived whose prompt this producer prefills. False if too many queries are open."""
         host = one_spelling(producer[0])
-        is_full = len(self._by_number) >= MAX_OPEN
+        is_full = len(self.open) >= MAX_OPEN
         if is_full and not self._make_room(host):
             return False
         query = PromptQuery(
@@ -199,7 +196,7 @@ class PendingQueries:
         # An earlier request of this id.
         self.finished(request_id)
         opened = PendingQuery(request_id, host, query)
-        self._by_number[query.number] = opened
+        self.open[query.number] = opened
         self._requests.enter(request_id).query = opened
         self._num_waiting += 1
         self._by_host.add(host, query.number)
@@ -224,7 +221,7 @@ class PendingQueries:
             The query, if this settles it: with a ticket, or because the prompt is over. None if it stays open, or was
             settled before.
         """
-        opened = self._by_number.get(number)
+        opened = self.open.get(number)
         if opened is None:
             return None
         if progress in SETTLING:
@@ -250,8 +247,8 @@ class PendingQueries:
         Who takes the first few only gets the others from the next call.
         """
         self._start_timers_of_ended(now_s)
-        while self._crowded_out:
-            yield self._crowded_out.popleft()
+        while self.crowded_out:
+            yield self.crowded_out.popleft()
         for timers, after_s in self._timers():
             while True:
                 next_s = timers.next_s(after_s)
@@ -261,7 +258,7 @@ class PendingQueries:
 
     def next_s(self) -> float | None:
         """A time before which `give_up` has nothing to do; None if nothing runs out."""
-        if self._crowded_out or self._leaving:
+        if self.crowded_out or self.leaving:
             return 0.0
         times_s = [timers.next_s(after_s) for timers, after_s in self._timers()]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
@@ -276,13 +273,13 @@ class PendingQueries:
         opened = record.query
         self._end_wait(record)
         opened.waits = False
-        self._leaving.append(opened)
-        if len(self._leaving) + len(self._ended) > MAX_ENDED:
+        self.leaving.append(opened)
+        if len(self.leaving) + len(self._ended) > MAX_ENDED:
             self._give_up_ended()
 
     def snapshot(self) -> PendingQueriesSnapshot:
         """What is open now."""
-        opened = self._by_number
+        opened = self.open
         return PendingQueriesSnapshot(
             open=tuple(opened),
             known=frozenset(
@@ -304,14 +301,14 @@ class PendingQueries:
         )
 
     def _start_timers_of_ended(self, now_s: float) -> None:
-        for opened in self._leaving:
+        for opened in self.leaving:
             number = opened.query.number
-            if number not in self._by_number:
+            if number not in self.open:
                 continue
             self._ended.start(number, now_s)
             if opened.known_by is None:
                 self._ended_unknown.start(number, now_s)
-        self._leaving.clear()
+        self.leaving.clear()
 
     # Who gives way.
 
@@ -324,10 +321,10 @@ class PendingQueries:
         largest_count, newest = self._by_host.newest_of_largest()
         if largest_count <= self._by_host.count(host) + 1:
             return False
-        opened = self._by_number[newest]
+        opened = self.open[newest]
         opened.is_crowded_out = True
         self._settle(opened)
-        self._crowded_out.append(opened)
+        self.crowded_out.append(opened)
         return True
 
     def _give_up_ended(self) -> bool:
@@ -335,21 +332,21 @@ class PendingQueries:
         if len(self._ended):
             self._give_up_first(self._ended)
             return True
-        while self._leaving:
-            opened = self._leaving.popleft()
-            if opened.query.number in self._by_number:
+        while self.leaving:
+            opened = self.leaving.popleft()
+            if opened.query.number in self.open:
                 self._settle(opened)
                 return True
         return False
 
     def _give_up_first(self, timers: _Timers) -> PendingQuery:
-        opened = self._by_number[timers.first()]
+        opened = self.open[timers.first()]
         self._settle(opened)
         return opened
 
     def _settle(self, opened: PendingQuery) -> None:
         number = opened.query.number
-        del self._by_number[number]
+        del self.open[number]
         self._by_host.remove(opened.host, number)
         for timers, _ in self._timers():
             timers.stop(number)

@@ -80,7 +80,7 @@ def candidates(ledger: ProducerLedger) -> list[Candidate]:
     """The leases that may be evicted, in the order of eviction."""
     ranked: list[Candidate] = []
     for lease in ledger.block_references.held.values():
-        rank = rank_of(lease, ledger.clock_s, ledger.clock.heartbeat_s)
+        rank = rank_of(lease, ledger.clock.awake_s, ledger.clock.heartbeat_s)
         if rank is not None:
             ranked.append((rank, lease))
     # The sort is stable: within a rank the longest held stays first.

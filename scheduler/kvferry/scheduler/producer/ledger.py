@@ -120,16 +120,11 @@ class ProducerLedger:
         return lease.state
 
     @property
-    def clock_s(self) -> float:
-        """The current time of `clock`."""
-        return self.clock.awake_s
-
-    @property
     def needs_step(self) -> bool:
         """True if a step has something to do: orders, ended leases that the workers report, or leases that expire."""
         references = self.block_references
         has_work = bool(self._orders or references.ending or references.is_returning)
-        return has_work or self.clock_s >= self._deadlines.next_due_s
+        return has_work or self.clock.awake_s >= self._deadlines.next_due_s
 
     def running(self, request_id: str) -> ProducerLease | None:
         """The lease of a request that has not ended. None without one, or if an earlier request with this id has it."""
@@ -263,7 +258,7 @@ class ProducerLedger:
     def start_deadline(self, lease: ProducerLease) -> None:
         """From now on a held lease expires unless it is renewed."""
         if lease.state is LeaseState.HELD:
-            self._deadlines.start(lease, self.clock_s)
+            self._deadlines.start(lease, self.clock.awake_s)
 
     def abandon(self, request_id: str, how: str = "abandoned") -> None:
         """The request was aborted, has failed or must not be read: its blocks are not kept. No-op without a lease."""
@@ -293,7 +288,7 @@ class ProducerLedger:
             self._counters.add("renewals_unknown")
             return False
         if received_s is None:
-            received_s = self.clock_s
+            received_s = self.clock.awake_s
         # From its arrival at the listener. An idle engine applies it minutes later, and from then on the lease of a
         # dead consumer would have a whole lifetime more.
         lease.claimed_until_s = received_s + self.lease_s
@@ -390,7 +385,7 @@ class ProducerLedger:
         has_deadline = lease.deadline_s < math.inf
         if lease.use is LeaseUse.PROMPT and was_read and has_deadline:
             self._counters.sample(
-                "lease_left_s", max(0.0, lease.deadline_s - self.clock_s)
+                "lease_left_s", max(0.0, lease.deadline_s - self.clock.awake_s)
             )
         if self.observer is not None:
             self.observer.lease_over(lease, lease.ended_by)
@@ -411,7 +406,7 @@ class ProducerLedger:
         if lease is None:
             return None
         self._advance(lease, LeaseEvent.COMPLETE)
-        lease.held_s = self.clock_s
+        lease.held_s = self.clock.awake_s
         lease.block_ids = block_ids
         self.block_references.keep(lease)
         orders.append(lease.hold_order(worker_blocks))
