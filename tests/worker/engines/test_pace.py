@@ -73,13 +73,14 @@ def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_of
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses_s: list[float] = []
-    not_notified = PollPace.not_notified
+    took_expected = PollPace.took_expected
 
-    def noted(now: PollPace) -> None:
-        not_notified(now)
-        pauses_s.append(now.notification_backoff_s)
+    def noted(now: PollPace, *, has_arrived: bool) -> None:
+        took_expected(now, has_arrived=has_arrived)
+        if not has_arrived:
+            pauses_s.append(now.notification_backoff_s)
 
-    monkeypatch.setattr(PollPace, "not_notified", noted)
+    monkeypatch.setattr(PollPace, "took_expected", noted)
     producer, consumer = rig.pair()
     rig.transfer(producer, consumer)
     offer = producer.prefill(tokens=10)
@@ -151,13 +152,9 @@ class NotedPace(PollPace):
         wait_for_link(worker)
         self._worker = worker
 
-    def progressed(self) -> None:
-        super().progressed()
-        self._note()
-
-    def polled_in_vain(self, round_s: float) -> None:
-        super().polled_in_vain(round_s)
-        if self._note():
+    def polled(self, round_s: float, *, has_progressed: bool) -> None:
+        super().polled(round_s, has_progressed=has_progressed)
+        if self._note() and not has_progressed:
             self.vain.append((self.backoff_us[-1], round_s * 1e6))
 
     def _note(self) -> bool:

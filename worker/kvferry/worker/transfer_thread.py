@@ -89,25 +89,24 @@ class PollPace:
         self.backoff_s = MIN_BACKOFF_S
         self.notification_backoff_s = MIN_NOTIFICATION_BACKOFF_S
 
-    def progressed(self) -> None:
-        """Something in flight has progressed: what follows it may be short."""
-        self.backoff_s = MIN_BACKOFF_S
-
-    def polled_in_vain(self, round_s: float) -> None:
-        """Nothing in flight has progressed.
+    def polled(self, round_s: float, *, has_progressed: bool) -> None:
+        """Everything in flight was polled.
 
         Args:
-            round_s: how long it takes to poll everything.
+            round_s: how long that takes.
+            has_progressed: whether anything has: what follows it may be short.
         """
+        if has_progressed:
+            self.backoff_s = MIN_BACKOFF_S
+            return
         longest_s = max(MAX_BACKOFF_S, _POLLING_SHARE * round_s)
         self.backoff_s = min(self.backoff_s * 2, longest_s)
 
-    def notified(self) -> None:
-        """A notification that was expected has arrived."""
-        self.notification_backoff_s = MIN_NOTIFICATION_BACKOFF_S
-
-    def not_notified(self) -> None:
-        """Notifications are expected, and none has arrived."""
+    def took_expected(self, *, has_arrived: bool) -> None:
+        """Notifications were taken while leases are held."""
+        if has_arrived:
+            self.notification_backoff_s = MIN_NOTIFICATION_BACKOFF_S
+            return
         doubled_s = 2 * self.notification_backoff_s
         self.notification_backoff_s = min(doubled_s, MAX_NOTIFICATION_BACKOFF_S)
 
@@ -596,10 +595,8 @@ class TransferThread:
         if self.reader.refused:
             self.reader.retry_refused()
         self._report()
-        if has_progressed:
-            self._pace.progressed()
-        elif not self.runner.rest_of_round:
-            self._pace.polled_in_vain(self.runner.round_s)
+        if has_progressed or not self.runner.rest_of_round:
+            self._pace.polled(self.runner.round_s, has_progressed=has_progressed)
 
     def _take_notifications(self) -> bool:
         """Take notifications, if it is time. Returns whether any have arrived that were expected."""
@@ -608,13 +605,11 @@ class TransferThread:
                 has_arrived = self._log_errors(self._notifications.take)
                 self._pace.took_unexpected(time.monotonic(), has_arrived=has_arrived)
             return False
-        if self._log_errors(self._notifications.take):
-            self._pace.notified()
-            return True
+        has_arrived = self._log_errors(self._notifications.take)
         # While loads run the thread turns more often anyway, and their backoff decides.
-        if not self.runner.busy():
-            self._pace.not_notified()
-        return False
+        if has_arrived or not self.runner.busy():
+            self._pace.took_expected(has_arrived=has_arrived)
+        return has_arrived
 
     def _report(self) -> None:
         """Report what has changed of graces, handshakes and gauges; only this thread changes them."""

@@ -196,7 +196,8 @@ class WorkerSide:
 
         Ended leases are not reported here, since vLLM does not hold their blocks: see `take_metadata`.
         """
-        self._watch.reports()
+        # Both runners take the results of every step that does not raise.
+        self._watch.has_reported = True
         if self._watch.has_raised():
             # vLLM throws this step's output away. What there is to report waits for a good step: reported here it would
             # be lost, and the blocks would stay held.
@@ -372,13 +373,16 @@ class StepWatch:
 
     Args:
         max_steps: the most steps in flight.
+
+    Attributes:
+        has_reported: whether the results of the step before were taken.
     """
 
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
         self._bad_steps = 0
         self._handled: BaseException | None = None
-        self._has_reported = True
+        self.has_reported = True
 
     def has_raised(self) -> bool:
         """Whether what the present step computes must not be read."""
@@ -388,14 +392,10 @@ class StepWatch:
             self._count_bad_step()
         return self._bad_steps > 0
 
-    def reports(self) -> None:
-        """The step's results are taken: both runners do so in every step that does not raise."""
-        self._has_reported = True
-
     def end(self) -> None:
         """Another step is about to begin."""
         # vLLM's second model runner leaves the hooks of a step's end out if the step has raised.
-        if not self._has_reported:
+        if not self.has_reported:
             self._count_bad_step()
 
     def begin(self) -> None:
@@ -403,7 +403,7 @@ class StepWatch:
         self._bad_steps = max(0, self._bad_steps - 1)
         # The caller may be handling another error all the while.
         self._handled = sys.exc_info()[1]
-        self._has_reported = False
+        self.has_reported = False
 
     def _count_bad_step(self) -> None:
         # Where steps overlap, some more have been scheduled before vLLM hears of it. They may go on from what was not

@@ -261,17 +261,14 @@ class NixlRemote(RemoteDescriptors):
         self.entry = entry
 
 
+@dataclass(slots=True, eq=False)
 class NixlTransfer(Transfer):
     """`raw` is None for an empty read, which NIXL never sees."""
 
-    __slots__ = ("entry", "failure", "raw", "state")
-
-    def __init__(self, raw: int | None, entry: NixlPeer, state: TransferState) -> None:
-        self.peer = entry.name
-        self.raw = raw
-        self.entry = entry
-        self.state = state
-        self.failure: FabricError | None = None
+    raw: int | None
+    entry: NixlPeer
+    state: TransferState
+    failure: FabricError | None = None
 
 
 MAX_RETAINED_PEERS = 1024
@@ -565,7 +562,7 @@ class NixlFabric:
         entry = self._peers.check("post read", source.entry, source.peer)
         check_index_pairs(target, local_indices, source, remote_indices)
         if len(local_indices) == 0:
-            empty = NixlTransfer(None, entry, TransferState.DONE)
+            empty = NixlTransfer(entry.name, None, entry, TransferState.DONE)
             self._handles.add(empty)
             return empty
         try:
@@ -593,7 +590,7 @@ class NixlFabric:
             # so, and `Reads` keeps the memory out of use for a grace.
             self._quietly(agent.releaseXferReq, raw)
             raise entry.failure("post read", error, self._errors) from error
-        transfer = NixlTransfer(raw, entry, TransferState.IN_FLIGHT)
+        transfer = NixlTransfer(entry.name, raw, entry, TransferState.IN_FLIGHT)
         self._handles.add(transfer)
         entry.in_flight.add(transfer)
         try:

@@ -162,10 +162,9 @@ class RemoteDescriptors:
         self.peer = peer
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """A posted read. Made by `post_read`."""
-
-    __slots__ = ("peer",)
 
     peer: PeerAgent
 

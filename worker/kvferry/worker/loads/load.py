@@ -36,7 +36,6 @@ from kvferry.worker.loads.reading import (
     LoadParts,
     MappedReads,
     Reading,
-    Units,
     WholeRead,
 )
 from kvferry.worker.loads.results import LoadRecord, LoadStory, Stage
@@ -194,8 +193,15 @@ class Load:
         record.go_on(Stage.FENCE, time.monotonic())
         units = yield from self.reading.steps(self.peer)
         record.go_on(Stage.FENCE_AGAIN, time.monotonic())
-        # Zeroed before the second fence, not after it: the device works while the slot is read.
-        self._zero_tail(units)
+        # What the blocks hold beside the request is zeroed. Before the second fence, not after it: the device works
+        # while the slot is read.
+        zeroing = self.context.tail_zeroing
+        try:
+            self.zeroed = zeroing.zero(units, self.context.groups, self.reading.blocks)
+        except Exception:
+            # What was launched before the error still writes.
+            self.zeroed = zeroing.mark()
+            raise
         yield from self.fence.check_after(self.peer)
         while self.zeroed is not None and not self.zeroed.reached():
             yield None
@@ -281,13 +287,3 @@ class Load:
                 text = f"lease_slot is {slot}; the producer has fewer"
                 raise LoadFailed(FailureReason.PARAMS, text)
         return peer
-
-    def _zero_tail(self, units: Units) -> None:
-        """Begin to zero what the blocks hold beside the request."""
-        zeroing = self.context.tail_zeroing
-        try:
-            self.zeroed = zeroing.zero(units, self.context.groups, self.reading.blocks)
-        except Exception:
-            # What was launched before the error still writes.
-            self.zeroed = zeroing.mark()
-            raise
