@@ -3,7 +3,8 @@
     .venv/bin/python -m tests.gpu_emulation.bundle DEST [options of DEST/run.sh]
 
 The machine is a Python with torch, torchvision and Triton out of `.venv-gpu-emulation`, and of `.venv` those packages
-that DEST was made without. DEST must be made for this Python (`--python`). LIMIT_S and KVFERRY_BUNDLE_HOME are heeded.
+that DEST was made without. DEST must be made for this Python (`--python`). LIMIT_S and KVFERRY_BUNDLE_HOME are heeded;
+GPU_EMULATION_DEVICES is the number of GPUs (one).
 Printed is what became of each part, and by which ways it launched something on the device.
 Exit status: 0 if every part that ran came to a launch, else 1.
 """
@@ -41,19 +42,24 @@ import tests.gpu_emulation.emulation.start as start; start.note_launches()
 """
 _SMI = """\
 #!{python} -IS
-import sys
+import os, sys
 columns = dict(
-    index="0", uuid="GPU-00000000-0000-0000-0000-000000000001", name="an emulated H100",
-    driver_version="580.0", compute_cap="9.0",
+    name="an emulated H100", driver_version="580.0", compute_cap="9.0",
 )
 columns |= {{"memory.total": "81559", "memory.free": "81000", "memory.used": "559"}}
 asked = sys.argv[1]
-if asked == "--list-gpus":
-    print("GPU 0: an emulated H100")
-elif asked.startswith("--query-gpu="):
-    print(", ".join(columns[name] for name in asked.partition("=")[2].split(",")))
+for index in range(int(os.environ.get("GPU_EMULATION_DEVICES") or 1)):
+    columns |= dict(
+        index=str(index), uuid=f"GPU-00000000-0000-0000-0000-{{index + 1:012}}",
+    )
+    if asked == "--list-gpus":
+        print(f"GPU {{index}}: an emulated H100")
+    elif asked.startswith("--query-gpu="):
+        print(", ".join(columns[name] for name in asked.partition("=")[2].split(",")))
 """
 _NO_STAND_IN = "no stand-in"
+_NOT_THERE = {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}
+"""Variables of this process: without bytecode every engine compiles ten thousand files before it starts."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -72,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     out = home / "out"
     shutil.rmtree(out, ignore_errors=True)
     environment = {
-        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        **{name: value for name, value in os.environ.items() if name not in _NOT_THERE},
         "PYTHON": str(python),
         "PATH": f"{python.parent}:{os.defpath}",
         "KVFERRY_BUNDLE_HOME": str(home),

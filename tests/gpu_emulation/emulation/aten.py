@@ -101,6 +101,8 @@ class _Launch:
         )
         self._given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By the id of a CPU tensor that the operator is given: that tensor, and whose memory it has."""
+        self._device: torch.device | None = None
+        """That of the first argument that has one: there is what is new, too."""
 
     def run(self) -> Any:
         """Its result; what is new in it is on the device too."""
@@ -115,6 +117,7 @@ class _Launch:
 
     def _call(self) -> Any:
         self._given.clear()
+        self._device = None
         args, kwargs = tree.tree_map(self._down, (self._args, self._kwargs))
         result = self._operator(*args, **kwargs)
         for here, there in self._given.values():
@@ -125,10 +128,14 @@ class _Launch:
 
     def _down(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            here = cpu_view(value) if value.device.type == "cuda" else value
+            here = value
+            if value.device.type == "cuda":
+                here = cpu_view(value)
+                self._device = self._device or value.device
             self._given[id(here)] = (here, value)
             return here
         if isinstance(value, torch.device) and value.type == "cuda":
+            self._device = self._device or value
             return torch.device("cpu")
         return None if isinstance(value, torch.Generator) else value
 
@@ -136,7 +143,8 @@ class _Launch:
         if not isinstance(value, torch.Tensor):
             return value
         known = self._given.get(id(value))
-        return known[1] if known else _on_the_device(value)
+        device = self._device or torch.device("cuda")
+        return known[1] if known else _on_the_device(value, device)
 
 
 def cpu_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,9 +159,9 @@ def cpu_view(tensor: torch.Tensor) -> torch.Tensor:
     return view.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _on_the_device(tensor: torch.Tensor) -> torch.Tensor:
+def _on_the_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     made = torch.empty_strided(
-        tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda"
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
     )
     _copy(made, tensor)
     return made

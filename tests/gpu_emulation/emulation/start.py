@@ -19,6 +19,7 @@ from types import ModuleType
 _CHANGES = {
     "torch": "aten",
     "vllm._custom_ops": "vllm_ops",
+    "vllm.platforms.cuda": "collectives",
     "vllm.distributed.device_communicators.cuda_wrapper": "cuda_runtime",
     "vllm.vllm_flash_attn.flash_attn_interface": "flash_attention",
     "vllm.third_party.flash_linear_attention.ops.op": "flash_linear_attention",
@@ -33,6 +34,9 @@ _SETTINGS = {
     # vLLM takes flashinfer for granted on Hopper; it is not installed.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "TORCH_COMPILE_DISABLE": "1",
+    # Ranks of an engine exchange by Gloo (collectives.py): of vLLM's own ways each has kernels of NVIDIA's.
+    "VLLM_DISABLE_PYNCCL": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     # UCX would ask libcuda what memory is, and find functions there that the stand-in lacks.
     "UCX_MODULES": "^cuda,gda",
     "OMP_NUM_THREADS": "1",

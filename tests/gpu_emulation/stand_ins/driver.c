@@ -9,9 +9,18 @@
 #include "device.h"
 #include "memory.h"
 
-static const CUcontext CONTEXT = (CUcontext)0x55;
+/* The primary context of a device is this and its number. */
+#define FIRST_CONTEXT 0x55
 static __thread CUcontext current, pushed[16];
 static __thread size_t depth;
+
+static CUresult make_current(CUcontext context)
+{
+    current = context;
+    if (context)
+        current_device = (int)((uintptr_t)context - FIRST_CONTEXT);
+    return CUDA_SUCCESS;
+}
 
 CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
 
@@ -23,13 +32,13 @@ CUresult cuDriverGetVersion(int *version)
 
 CUresult cuDeviceGet(CUdevice *device, int index)
 {
-    *device = 0;
-    return index ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+    *device = index;
+    return machine_number(index) < 0 ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
 }
 
 CUresult cuDeviceGetCount(int *count)
 {
-    *count = 1;
+    *count = visible_count();
     return CUDA_SUCCESS;
 }
 
@@ -49,7 +58,7 @@ CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device)
 {
     /* As cudaGetDeviceProperties has it. */
     memset(uuid, 0, sizeof *uuid);
-    uuid->bytes[15] = 1;
+    uuid->bytes[15] = machine_number(device) + 1;
     return CUDA_SUCCESS;
 }
 
@@ -67,8 +76,7 @@ CUresult cuCtxGetCurrent(CUcontext *context)
 
 CUresult cuCtxSetCurrent(CUcontext context)
 {
-    current = context;
-    return CUDA_SUCCESS;
+    return make_current(context);
 }
 
 CUresult cuCtxPushCurrent(CUcontext context)
@@ -76,8 +84,7 @@ CUresult cuCtxPushCurrent(CUcontext context)
     if (depth == sizeof pushed / sizeof *pushed)
         return CUDA_ERROR_OUT_OF_MEMORY;
     pushed[depth++] = current;
-    current = context;
-    return CUDA_SUCCESS;
+    return make_current(context);
 }
 
 CUresult cuCtxPopCurrent(CUcontext *context)
@@ -85,15 +92,14 @@ CUresult cuCtxPopCurrent(CUcontext *context)
     if (!depth)
         return CUDA_ERROR_INVALID_CONTEXT;
     *context = current;
-    current = pushed[--depth];
-    return CUDA_SUCCESS;
+    return make_current(pushed[--depth]);
 }
 
 CUresult cuCtxSynchronize(void) { return CUDA_SUCCESS; }
 
 CUresult cuCtxGetDevice(CUdevice *device)
 {
-    *device = 0;
+    *device = current_device;
     return CUDA_SUCCESS;
 }
 
@@ -101,8 +107,8 @@ CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 {
-    *context = CONTEXT;
-    return CUDA_SUCCESS;
+    *context = (CUcontext)(uintptr_t)(FIRST_CONTEXT + device);
+    return machine_number(device) < 0 ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
 }
 
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active)
@@ -132,7 +138,7 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdev
         *(unsigned *)value = kind == DEVICE ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)value = address; return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)value = 0; return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)value = memory_device(start); return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *(void **)value = start; return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE: *(size_t *)value = bytes; return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:

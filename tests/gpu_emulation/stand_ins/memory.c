@@ -1,6 +1,8 @@
 #define _GNU_SOURCE
 #include "memory.h"
 
+#include "device.h"
+
 #include <pthread.h>
 #include <fcntl.h>
 #include <stdint.h>
@@ -19,6 +21,7 @@ struct range {
     char *start;
     size_t bytes;
     enum kind kind;
+    int device; /* as this process numbers them */
     void *mapped; /* NULL: memory of the caller */
     size_t mapped_bytes;
     int file; /* of device memory; -1: in none */
@@ -28,7 +31,7 @@ struct range {
 
 static struct range ranges[MAX_RANGES];
 static int range_count;
-static size_t used;
+static size_t used[MAX_DEVICES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* The lock is held. */
@@ -43,7 +46,7 @@ static bool add(struct range range)
         range_count++;
     ranges[at] = range;
     if (range.kind == DEVICE && !range.imported.pid)
-        used += range.bytes;
+        used[range.device] += range.bytes;
     return true;
 }
 
@@ -85,7 +88,8 @@ void *memory_new(size_t bytes, enum kind kind)
 {
     static unsigned long long last_number;
     size_t whole = (bytes + PAGE - 1) / PAGE * PAGE;
-    struct range range = {.bytes = whole ? whole : PAGE, .kind = kind, .file = -1};
+    struct range range = {
+        .bytes = whole ? whole : PAGE, .kind = kind, .device = current_device, .file = -1};
     if (kind == DEVICE) {
         range.number = __atomic_add_fetch(&last_number, 1, __ATOMIC_RELAXED);
         range.file = memfd_create("gpu-emulation", MFD_CLOEXEC);
@@ -116,7 +120,7 @@ static bool forget(void *start, bool ours, bool imported)
         if (each->file >= 0)
             close(each->file);
         if (each->kind == DEVICE && !imported)
-            used -= each->bytes;
+            used[each->device] -= each->bytes;
         each->start = NULL;
         found = true;
     }
@@ -145,7 +149,8 @@ bool memory_unpin(void *start)
 bool memory_adopt(void *start, size_t bytes)
 {
     pthread_mutex_lock(&lock);
-    bool added = !holding(start) && add((struct range){.start = start, .bytes = bytes, .kind = DEVICE, .file = -1});
+    bool added = !holding(start) && add((struct range){
+        .start = start, .bytes = bytes, .kind = DEVICE, .device = current_device, .file = -1});
     pthread_mutex_unlock(&lock);
     return added;
 }
@@ -162,6 +167,15 @@ enum kind memory_kind(const void *address)
     enum kind kind = found ? found->kind : UNKNOWN;
     pthread_mutex_unlock(&lock);
     return kind;
+}
+
+int memory_device(const void *address)
+{
+    pthread_mutex_lock(&lock);
+    struct range *found = holding(address);
+    int device = found ? found->device : 0;
+    pthread_mutex_unlock(&lock);
+    return device;
 }
 
 bool memory_range(const void *address, void **start, size_t *bytes)
@@ -192,7 +206,8 @@ bool memory_export(const void *start, struct memory_handle *handle)
     struct range *found = holding(start);
     bool is_exported = found && found->start == start && found->number && !fstat(found->file, &file);
     if (is_exported)
-        *handle = (struct memory_handle){getpid(), found->file, file.st_ino, found->bytes};
+        *handle = (struct memory_handle){
+            getpid(), found->file, file.st_ino, found->bytes, machine_number(found->device)};
     pthread_mutex_unlock(&lock);
     return is_exported;
 }
@@ -211,7 +226,8 @@ void *memory_import(const struct memory_handle *handle)
 {
     struct stat file;
     char path[64];
-    if (is_open(handle) || handle->pid == getpid())
+    int device = visible_number(handle->in_machine);
+    if (device < 0 || is_open(handle) || handle->pid == getpid())
         return NULL;
     snprintf(path, sizeof path, "/proc/%d/fd/%d", handle->pid, handle->file);
     int opened = open(path, O_RDWR | O_CLOEXEC);
@@ -220,7 +236,7 @@ void *memory_import(const struct memory_handle *handle)
     void *start = NULL;
     if (!fstat(opened, &file) && file.st_ino == handle->inode && (unsigned long long)file.st_size == handle->bytes)
         start = map((struct range){
-            .bytes = handle->bytes, .kind = DEVICE, .file = opened, .imported = *handle});
+            .bytes = handle->bytes, .kind = DEVICE, .device = device, .file = opened, .imported = *handle});
     if (!start)
         close(opened);
     return start;
@@ -231,10 +247,10 @@ bool memory_unimport(void *start)
     return forget(start, true, true);
 }
 
-size_t memory_used(void)
+size_t memory_used(int device)
 {
     pthread_mutex_lock(&lock);
-    size_t now = used;
+    size_t now = used[device];
     pthread_mutex_unlock(&lock);
     return now;
 }

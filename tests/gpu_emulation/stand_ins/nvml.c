@@ -1,13 +1,17 @@
-/* NVML: one H100. Prototypes are ours, by NVIDIA's documentation: its header is in no small
+/* NVML: all devices of the machine. Prototypes are ours, by NVIDIA's documentation: its header is in no small
  * package. */
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "device.h"
 #include "memory.h"
 
 enum { SUCCESS = 0, INVALID_ARGUMENT = 2 };
-static int the_device;
+static char devices[MAX_DEVICES];
+static const char UUID_FORMAT[] = "GPU-00000000-0000-0000-0000-%012d";
+
+static int number_of(void *device) { return (int)((char *)device - devices); }
 
 int nvmlInit(void) { return SUCCESS; }
 int nvmlInit_v2(void) { return SUCCESS; }
@@ -34,7 +38,7 @@ int nvmlSystemGetCudaDriverVersion_v2(int *version)
 
 int nvmlDeviceGetCount_v2(unsigned *count)
 {
-    *count = 1;
+    *count = device_count();
     return SUCCESS;
 }
 
@@ -42,19 +46,26 @@ int nvmlDeviceGetCount(unsigned *count) { return nvmlDeviceGetCount_v2(count); }
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device)
 {
-    *device = &the_device;
-    return index ? INVALID_ARGUMENT : SUCCESS;
+    if (index >= (unsigned)device_count())
+        return INVALID_ARGUMENT;
+    *device = &devices[index];
+    return SUCCESS;
 }
 
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **device)
 {
-    *device = &the_device;
-    return SUCCESS;
+    for (int index = 0; index < device_count(); index++) {
+        char known[64];
+        snprintf(known, sizeof known, UUID_FORMAT, index + 1);
+        if (!strcmp(known, uuid))
+            return nvmlDeviceGetHandleByIndex_v2(index, device);
+    }
+    return INVALID_ARGUMENT;
 }
 
 int nvmlDeviceGetIndex(void *device, unsigned *index)
 {
-    *index = 0;
+    *index = number_of(device);
     return SUCCESS;
 }
 
@@ -66,7 +77,7 @@ int nvmlDeviceGetName(void *device, char *text, unsigned bytes)
 
 int nvmlDeviceGetUUID(void *device, char *text, unsigned bytes)
 {
-    strncpy(text, "GPU-00000000-0000-0000-0000-000000000001", bytes);
+    snprintf(text, bytes, UUID_FORMAT, number_of(device) + 1);
     return SUCCESS;
 }
 
@@ -74,6 +85,13 @@ int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor)
 {
     *major = 9;
     *minor = 0;
+    return SUCCESS;
+}
+
+/* No two devices are joined: vLLM then takes no all-reduce of its own. */
+int nvmlDeviceGetP2PStatus(void *device, void *peer, int capability, int *status)
+{
+    *status = 5;
     return SUCCESS;
 }
 
@@ -93,8 +111,9 @@ struct memory_info { unsigned long long total, available, used; };
 
 int nvmlDeviceGetMemoryInfo(void *device, struct memory_info *found)
 {
+    int seen = visible_number(number_of(device));
     found->total = TOTAL_MEMORY;
-    found->used = IN_USE_BY_OTHERS + memory_used();
+    found->used = IN_USE_BY_OTHERS + (seen < 0 ? 0 : memory_used(seen));
     found->available = found->total - found->used;
     return SUCCESS;
 }
@@ -108,8 +127,8 @@ struct pci_info {
 int nvmlDeviceGetPciInfo_v3(void *device, struct pci_info *found)
 {
     memset(found, 0, sizeof *found);
-    strcpy(found->legacy_bus_id, BUS_ID);
-    strcpy(found->bus_id, "0000" BUS_ID);
-    found->bus = 1;
+    found->bus = number_of(device) + 1;
+    snprintf(found->legacy_bus_id, sizeof found->legacy_bus_id, BUS_ID_FORMAT, found->bus);
+    snprintf(found->bus_id, sizeof found->bus_id, "0000" BUS_ID_FORMAT, found->bus);
     return SUCCESS;
 }

@@ -115,8 +115,10 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr number, int d
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int device)
 {
     memset(found, 0, sizeof *found);
+    if (machine_number(device) < 0)
+        return answer(cudaErrorInvalidDevice);
     strcpy(found->name, DEVICE_NAME);
-    found->uuid.bytes[15] = 1;
+    found->uuid.bytes[15] = machine_number(device) + 1;
     found->totalGlobalMem = TOTAL_MEMORY;
     found->sharedMemPerBlock = device_attribute(cudaDevAttrMaxSharedMemoryPerBlock);
     found->regsPerBlock = device_attribute(cudaDevAttrMaxRegistersPerBlock);
@@ -151,26 +153,34 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int device)
 
 cudaError_t cudaGetDeviceCount(int *count)
 {
-    *count = 1;
-    return cudaSuccess;
+    *count = visible_count();
+    return answer(*count ? cudaSuccess : cudaErrorNoDevice);
 }
 
 cudaError_t cudaGetDevice(int *device)
 {
-    *device = 0;
+    *device = current_device;
     return cudaSuccess;
 }
 
+static void bind_context(bool is_other_device);
+
 cudaError_t cudaSetDevice(int device)
 {
-    return answer(device ? cudaErrorInvalidDevice : cudaSuccess);
+    if (machine_number(device) < 0)
+        return answer(cudaErrorInvalidDevice);
+    if (device != current_device) {
+        current_device = device;
+        bind_context(true);
+    }
+    return cudaSuccess;
 }
 
 cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
 
 cudaError_t cudaDeviceGetPCIBusId(char *name, int bytes, int device)
 {
-    strncpy(name, BUS_ID, bytes);
+    snprintf(name, bytes, BUS_ID_FORMAT, machine_number(device) + 1);
     return cudaSuccess;
 }
 
@@ -200,7 +210,7 @@ cudaError_t cudaMalloc(void **start, size_t bytes)
     *start = NULL;
     if (!bytes)
         return cudaSuccess;
-    if (memory_used() + bytes > TOTAL_MEMORY - IN_USE_BY_OTHERS)
+    if (memory_used(current_device) + bytes > TOTAL_MEMORY - IN_USE_BY_OTHERS)
         return answer(cudaErrorMemoryAllocation);
     *start = memory_new(bytes, DEVICE);
     return answer(*start ? cudaSuccess : cudaErrorMemoryAllocation);
@@ -245,7 +255,7 @@ cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags)
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total)
 {
     *total = TOTAL_MEMORY;
-    *available = TOTAL_MEMORY - IN_USE_BY_OTHERS - memory_used();
+    *available = TOTAL_MEMORY - IN_USE_BY_OTHERS - memory_used(current_device);
     return cudaSuccess;
 }
 
@@ -313,7 +323,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const 
         found->type = cudaMemoryTypeDevice;
     if (kind == PINNED)
         found->type = cudaMemoryTypeHost;
-    found->device = kind == UNKNOWN ? -2 : 0;
+    found->device = kind == UNKNOWN ? -2 : memory_device(address);
     found->devicePointer = kind == UNKNOWN ? NULL : (void *)address;
     found->hostPointer = kind == DEVICE ? NULL : (void *)address;
     return cudaSuccess;
@@ -362,29 +372,29 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority)
 
 /* On a GPU a thread has no context of the driver's before it uses a stream; `cudaSetDevice` to the
  * device that it is on already changes nothing. */
-static void bind_context(void)
+static void bind_context(bool is_other_device)
 {
-    static __thread int is_bound;
-    if (is_bound)
+    static __thread bool is_bound;
+    if (is_bound && !is_other_device)
         return;
-    is_bound = 1;
+    is_bound = true;
     void *driver = dlopen("libcuda.so.1", RTLD_LAZY);
     int (*retain)(void **, int) = driver ? dlsym(driver, "cuDevicePrimaryCtxRetain") : NULL;
     int (*set)(void *) = driver ? dlsym(driver, "cuCtxSetCurrent") : NULL;
     void *context = NULL;
-    if (retain && set && !retain(&context, 0))
+    if (retain && set && !retain(&context, current_device))
         set(context);
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream)
 {
-    bind_context();
+    bind_context(false);
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
-    bind_context();
+    bind_context(false);
     return cudaSuccess;
 }
 

@@ -52,7 +52,7 @@ CUresult cuMemAddressFree(CUdeviceptr start, size_t bytes)
 CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *wanted,
     unsigned long long flags)
 {
-    if (memory_used() + bytes > TOTAL_MEMORY - IN_USE_BY_OTHERS)
+    if (memory_used(current_device) + bytes > TOTAL_MEMORY - IN_USE_BY_OTHERS)
         return CUDA_ERROR_OUT_OF_MEMORY;
     *handle = bytes;
     return CUDA_SUCCESS;
