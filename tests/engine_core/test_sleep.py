@@ -207,6 +207,40 @@ def test_a_worker_whose_sibling_cannot_withdraw_keeps_its_pages(
     assert sleeper.workers[0].registration.generation == 0
 
 
+@promise(2)
+def test_of_two_engines_in_a_process_the_first_stays_withdrawn_if_the_second_refuses(
+    sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's allocator would have taken the pages of both. It keeps them all, and wakes nobody, since nobody sleeps."""
+    assert sleeper.hand_over() == 1
+    (first,) = sleeper.workers
+    (second,) = sleeper.consumer.ferry_workers
+    nodes = (sleeper.producer, sleeper.consumer)
+    sides = [ferry_of(worker).worker_side for node in nodes for worker in node.workers]
+    monkeypatch.setattr(sleep, "guarded", sides)
+    drain = FerryWorker.drain
+
+    def drain_the_first(worker: FerryWorker) -> None:
+        if worker is second:
+            raise WithdrawalRefused("reads may still write: req=r")
+        drain(worker)
+
+    with monkeypatch.context() as refused:
+        refused.setattr(FerryWorker, "drain", drain_the_first)
+        with pytest.raises(WithdrawalRefused, match="req=r"):
+            sleeper.core.sleep(1)
+    assert not sleeper.taken
+    assert second.registration.is_registered
+    assert sleeper.core.wake_up()
+    assert first.registration.is_withdrawn
+    # Its peers compute, and the next sleep with its wake-up ends that.
+    assert sleeper.hand_over() > 1
+    sleeper.core.sleep(1)
+    assert sleeper.core.wake_up()
+    assert sleeper.hand_over() == 1
+    assert [each.registration.generation for each in (first, second)] == [1, 1]
+
+
 def test_peers_are_answered_again_after_a_sleep_that_was_refused(
     sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
