@@ -44,7 +44,7 @@ tests() {
 
 status=0
 { checks >"$logs/checks" 2>&1 && cat "$logs/checks"; } &
-tests -n 3 --no-loadscope-reorder --max-worker-restart=0 | tee "$logs/tests" || status=$?
+tests -n 4 --no-loadscope-reorder --max-worker-restart=0 | tee "$logs/tests" || status=$?
 wait
 
 # The tests that a run left in pytest's cache under this name.
@@ -57,7 +57,7 @@ among() {
     return 1
 }
 
-# Up to three tests that failed beside others are run once more by themselves, with the same seed. Processes of three
+# Up to three tests that failed beside others are run once more by themselves, with the same seed. Processes of four
 # workers share the machine, and one of them may miss a bound for that; a bug fails again. Two failures count in any case:
 # of tests that draw, since what they drew is seldom drawn again, and of what is no test, since pytest would run all tests.
 mapfile -t failed < <(named cache/lastfailed)

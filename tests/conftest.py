@@ -71,9 +71,17 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Order of the tests. In one process, tests that take minutes come last, after the failures of all others; with
-    several workers they come first, so that other tests can run beside them."""
-    others = 9 if hasattr(config, "workerinput") else 0
-    items.sort(key=lambda item: _turn(item) or others)
+    several workers they come first, so that other tests can run beside them, and slow modules next: at the end, no
+    worker waits long for another's last module."""
+    if not hasattr(config, "workerinput"):
+        items.sort(key=_turn)
+        return
+    items.sort(key=lambda item: _turn(item) or (8 if _is_slow(item) else 9))
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    """Whether it takes more than seconds; drills are not marked, since none of them is part of a quick run."""
+    return "faults" in item.path.parts or item.get_closest_marker("slow") is not None
 
 
 def _turn(item: pytest.Item) -> int:
@@ -93,7 +101,9 @@ def _turn(item: pytest.Item) -> int:
 
 
 _TOGETHER = {
+    "tests/vllm/test_fleet_drills.py": "fleet",
     "tests/vllm/test_model_kinds.py": "engines in process",
+    "tests/vllm/test_prefix_pulls.py": "engines in process",
     "tests/vllm/test_turns.py": "engines in process",
     "tests/vllm/test_unequal_engines.py": "engines in process",
     "tests/vllm/": "servers",

@@ -18,6 +18,8 @@ import pytest
 from scripts.accuracy.settings import ROOT
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 CHECK = """
 import sys
 from scripts.gpu_check import __main__ as check

@@ -83,7 +83,7 @@ class Tree:
         """Exit status, and the lines of the summary. A worker takes seconds to start: no more than needed."""
         script = self.folder / "scripts" / "test.sh"
         text, found = re.subn(
-            r"\btests -n 3\b", f"tests -n {workers}", script.read_text()
+            r"\btests -n 4\b", f"tests -n {workers}", script.read_text()
         )
         assert found == 1
         script.write_text(text)
