@@ -37,9 +37,9 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from kvferry.protocol.orders import (
-    OrdersHead,
     decode_head,
     decode_orders,
+    encode_head,
     encode_orders,
 )
 from kvferry.protocol.params import (
@@ -156,7 +156,7 @@ FORMATS: dict[str, Format] = {
     ),
     "orders": Format((make_orders(),), encode_orders, decode_orders),
     "head": Format(
-        (OrdersHead.from_orders(make_orders()),), msgspec.msgpack.encode, decode_head
+        (decode_head(encode_head(make_orders())),), msgspec.msgpack.encode, decode_head
     ),
 }
 """In msgpack."""
