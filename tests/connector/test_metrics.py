@@ -32,6 +32,7 @@ from kvferry.protocol.orders import FailureReason
 from kvferry.scheduler.requests import LeaseUse
 from kvferry.worker.loads.results import LoadRecord, Stage, StepResults
 from kvferry.worker.peers.peer import PeerKey
+from tests.connector.step_stats import step_stats
 from tests.engine_core.step_count import StepCount
 from tests.harness.core.configs import vllm_config
 
@@ -98,7 +99,7 @@ samples = st.dictionaries(
 def stats(
     counted: dict[CounterKey, int], sampled: dict[str, list[float]] | None = None
 ) -> FerryStats:
-    return FerryStats.from_counts(counted, sampled or {}) or FerryStats()
+    return step_stats(counted, sampled or {}, {})
 
 
 def counters_of(of: FerryStats) -> dict[CounterKey, int]:
@@ -144,8 +145,7 @@ def test_of_a_gauge_the_latest_word_counts_and_the_log_gets_it(
 ) -> None:
     whole = FerryStats()
     for blocks in (3.0, 9.0, 4.0):
-        reported = FerryStats.from_counts({}, {}, {"quarantined_blocks_now": blocks})
-        assert reported is not None
+        reported = step_stats({}, {}, {"quarantined_blocks_now": blocks})
         assert not reported.is_empty()
         registry.metrics.observe(reported.to_dict(), 1)
         whole.aggregate(reported)

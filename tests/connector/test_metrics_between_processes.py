@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, valu
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvferry.connector.metrics.prometheus import FerryPromMetrics
-from kvferry.connector.metrics.stats import FerryStats
 from kvferry.connector.metrics.tables import GAUGES
+from tests.connector.step_stats import step_stats
 from tests.harness.core.configs import vllm_config
 
 
@@ -55,8 +55,7 @@ class FrontEnds:
         self._monkeypatch.setattr(
             values, "ValueClass", identified
         )  # for children that are made now
-        reported = FerryStats.from_counts(counts or {}, samples or {}, gauges)
-        assert reported is not None
+        reported = step_stats(counts or {}, samples or {}, gauges or {})
         metrics.observe(reported.to_dict(), engine)
 
     def value(self, name: str, engine: int = 0, **labels: str) -> Any:
