@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from kvferry.cli.arguments import InvalidArgument
 from kvferry.cli.plan.short_engine import engine_of_form
-from kvferry.cli.plan.short_values import LAYOUTS
+from kvferry.cli.plan.short_form import LAYOUTS
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import (
     EngineJson,

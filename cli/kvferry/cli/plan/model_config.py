@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from kvferry.cli.arguments import InvalidModel, read_json
-from kvferry.cli.plan.short_form import KEYS
-from kvferry.cli.plan.short_values import MAX_LAYERS, MAX_SIZE
+from kvferry.cli.plan.short_form import KEYS, MAX_LAYERS, MAX_SIZE
 from kvferry.plan.wording import progressions
 from kvferry.protocol.errors import MISSING, Shown
 

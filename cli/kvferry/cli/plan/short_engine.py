@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.cli.plan.short_form import ShortForm
-from kvferry.cli.plan.short_values import DTYPE_BYTES, LAYOUTS, ConvPart
+from kvferry.cli.plan.short_form import DTYPE_BYTES, LAYOUTS, ConvPart, ShortForm
 from kvferry.protocol.description_json import EngineJson, WorkerJson
 from kvferry.protocol.geometry import (
     Format,

@@ -12,8 +12,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.cli.plan.short_form import KEYS, ShortForm
-from kvferry.cli.plan.short_values import MAX_RANKS, layers_in
+from kvferry.cli.plan.short_form import KEYS, MAX_RANKS, ShortForm, layers_in
 from kvferry.protocol.errors import MISSING, Shown, one_of
 
 # A few characters must not ask for more than can be described in a moment.
