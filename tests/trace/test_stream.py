@@ -118,14 +118,6 @@ def test_events_of_a_damaged_recording_are_shown_as_far_as_they_make_sense() -> 
     assert {"p: prefill steps", "d: reads of tp0"} <= tracks.keys()
 
 
-def test_in_perfetto_steps_and_reads_have_tracks_of_their_own() -> None:
-    tracks = slices_of(traced([streamed(workers=2)]))
-    assert {"p: prefill steps", "d: reads of tp0", "d: reads of tp1"} <= tracks.keys()
-    ((_, steps_begin, steps_end, _),) = tracks["p: prefill steps"]
-    ((_, reads_begin, _, _),) = tracks["d: reads of tp1"]
-    assert steps_begin < reads_begin < steps_end
-
-
 def test_stages_count_from_the_end_of_the_prefill_and_reads_one_by_one() -> None:
     counted = {str(lasted.phase): lasted for lasted in durations([streamed()])}
     assert (counted["reading"].count, counted["reading"].max_ns) == (1, 8 * MS)

@@ -32,19 +32,6 @@ EIGHT, FOUR = (
 )
 
 
-def test_every_consumer_reads_its_heads_from_the_ranks_that_hold_them() -> None:
-    for worker in summary_of(EIGHT, FOUR).workers:
-        assert [flow.producer.tp for flow in worker.flows] == [
-            2 * worker.place.tp,
-            2 * worker.place.tp + 1,
-        ]
-        for flow in worker.flows:
-            head = flow.producer.tp
-            assert {
-                (heads.start, heads.stop) for one in flow.reads for heads in one.heads
-            } == {(head, head + 1)}
-
-
 def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
     pool = pytest.importorskip("kvferry.worker.staging.pool").StagingPool
     worker = pytest.importorskip("kvferry.worker.worker_memory")
