@@ -1,8 +1,8 @@
 """`kv_transfer_params`: the JSON object that a router passes from the producer's answer to the consumer's request.
 
 Routers that support the NIXL contract pass this object on unread. Its flat keys are those of that contract; kvferry's
-own fields are in one nested object, `kvferry`. Here are its types, their reading from what a client or router sent, and
-the MAC by which a consumer knows that their producer wrote them.
+own fields are in one nested object, `kvferry`. Here are its types, the names in it of engines and requests, its reading
+from what a client or router sent, and the MAC by which a consumer knows that its producer wrote it.
 
 Ticket: the two legs of a request, one after the other.
 

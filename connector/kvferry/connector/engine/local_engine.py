@@ -220,7 +220,7 @@ class LocalEngine:
 
     @cached_property
     def asks_prefixes(self) -> bool:
-        """Whether it asks other engines for the first parts of prompts."""
+        """Whether it asks other engines for the first parts of prompts; if so, it measures its steps and loads."""
         return self.pulls_prefixes and self.reads and not self.needs_whole_prompts
 
     @cached_property
