@@ -202,7 +202,7 @@ def test_a_producers_memory_stays_mapped_while_a_kernel_reads_it(
     )
     monkeypatch.setattr(WorkerMapping, "has_exited", lambda _: True)
     registry = thread_of(consumer.worker).registry
-    step_until(lambda: not registry.num_ready, "it is forgotten", consumer)
+    step_until(lambda: not registry.ready, "it is forgotten", consumer)
     assert cuda.device.mapped, "the kernel reads it"
     for stream in cuda.streams:
         stream.release()

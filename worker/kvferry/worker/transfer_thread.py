@@ -616,7 +616,7 @@ class TransferThread:
         graces_over = self.reader.graces_over
         handshake_s = self.registry.handshake_s
         gauges = WorkerGauges(
-            peers=self.registry.num_ready,
+            peers=len(self.registry.ready),
             staging_used_bytes=self._pool.used_bytes if self._pool is not None else 0,
             staging_pool_bytes=self._pool.capacity if self._pool is not None else 0,
         )

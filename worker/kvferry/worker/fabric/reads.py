@@ -251,28 +251,13 @@ class ReadQueue:
     keep its load waiting for ever.
 
     Attributes:
-        under_way: loads that read data from it now.
-        ended: those that have ended, well or badly.
+        entered: loads that have begun to read data from it. When `ended` is as many, all that are under way now have
+            ended.
+        ended: those of them that have ended, well or badly.
     """
 
-    under_way: int = 0
+    entered: int = 0
     ended: int = 0
-
-    @property
-    def turn(self) -> int:
-        """What `ended` will be at least when all that is under way now has ended."""
-        return self.ended + self.under_way
-
-    def enter(self) -> int:
-        """A load begins to read data. Returns its turn: what `ended` is when those before it have ended."""
-        turn = self.turn
-        self.under_way += 1
-        return turn
-
-    def leave(self) -> None:
-        """A load has ended to read data, well or badly."""
-        self.under_way -= 1
-        self.ended += 1
 
 
 @dataclass(frozen=True, slots=True)

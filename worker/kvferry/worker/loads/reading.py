@@ -273,7 +273,7 @@ class LeaseFence:
         Raises:
             FabricError: the slot cannot be read, or the words say nothing of the data.
         """
-        self.progress.turn = peer.data_reads.turn
+        self.progress.turn = peer.data_reads.entered
         self.read_s = time.monotonic()
         slot = self.source.kvferry.lease_slot
         words = yield from self.lease_reads.words(peer.slots, slot)
@@ -297,7 +297,7 @@ class LeaseFence:
         # A parked load holds nothing: thousands of them may wait for one slow producer, and the watch has entries of
         # its own.
         self.lease_reads.give_back()
-        self.progress.turn = peer.data_reads.turn
+        self.progress.turn = peer.data_reads.entered
         yield wait
         if wait.error is not None:
             raise wait.error
@@ -435,7 +435,8 @@ class DataReads:
         # The later parts of a streamed prompt find the load in READING, where it stays.
         if self.record.stage is Stage.FENCE:
             self.record.go_on(Stage.POSTING, time.monotonic())
-        self.progress.turn = peer.data_reads.enter()
+        self.progress.turn = peer.data_reads.entered
+        peer.data_reads.entered += 1
         # The peer's queue is left however the load ends: closing its steps raises GeneratorExit here.
         try:
             # Direct reads are posted first, and are under way while the staged ones go wave by wave.
@@ -452,7 +453,7 @@ class DataReads:
                 self.record.count(self.context.reader.fabric.telemetry(transfer))
                 self.reads.finished(transfer)
         finally:
-            peer.data_reads.leave()
+            peer.data_reads.ended += 1
 
     def _post(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> list[Transfer]:
         """Post the reads that go straight into the caches: one for each route with anything to read."""

@@ -343,7 +343,7 @@ class StreamedRead:
         parts = self._parts
         begun_s = time.monotonic()
         planned_before = parts.record.planned_bytes
-        parts.progress.turn = peer.data_reads.turn
+        parts.progress.turn = peer.data_reads.entered
         missing = listed.missing(held, is_ready=is_ready)
         # From the first worker alone: a row has the scheduler's block ids, which are the same on all of them.
         pages = yield from parts.lease_reads.ids(self._rows[0], self._row, missing)

@@ -153,6 +153,7 @@ class PeerRegistry:
         max_peers: peers that are known at once, not counting those that are being read from.
 
     Attributes:
+        ready: peers that can be read from at once; the one used last is last.
         handshake_s: durations of the first contacts that have succeeded since they were last taken, each from the first
             request.
     """
@@ -172,8 +173,7 @@ class PeerRegistry:
         self._max_peers = max_peers
         self._handshakes = Handshakes(begin_handshake, wake)
         self._failed_peers = FailedPeers()
-        # The one used last is last.
-        self._ready: dict[PeerKey, _Ready] = {}
+        self.ready: dict[PeerKey, _Ready] = {}
         # Forgotten, and kept until the reads from them have ended.
         self._retired: list[Peer] = []
         # When the handshake was first requested.
@@ -190,11 +190,6 @@ class PeerRegistry:
         return bool(self.first_reads.under_way or self._handshakes.results)
 
     @property
-    def num_ready(self) -> int:
-        """Peers that can be read from at once."""
-        return len(self._ready)
-
-    @property
     def static(self) -> tuple[PeerKey, ...]:
         """The peers that the configuration names."""
         return tuple(self._static.values())
@@ -202,7 +197,7 @@ class PeerRegistry:
     def snapshot(self) -> PeerRegistrySnapshot:
         """The peers now. May be called on any thread."""
         return PeerRegistrySnapshot(
-            ready=tuple(self._ready),
+            ready=tuple(self.ready),
             retired=len(self._retired),
             static=frozenset(self._static.values()),
             handshakes=self._handshakes.snapshot(),
@@ -215,18 +210,18 @@ class PeerRegistry:
         """
         due_s: list[float] = []
         for key in self._static.values():
-            if key not in self._ready:
+            if key not in self.ready:
                 due_s.append(self._static_check_s)
                 break
-        if self._ttl_s > 0 and self._ready:
-            unused_longest = next(iter(self._ready.values()))
+        if self._ttl_s > 0 and self.ready:
+            unused_longest = next(iter(self.ready.values()))
             expires_s = unused_longest.used_s + self._ttl_s
             due_s.append(max(expires_s, self._checked_s + CHECK_S))
         return min(due_s, default=None)
 
     def peers(self) -> Iterator[Peer]:
         """All peers that hold resources of the fabric."""
-        for known in self._ready.values():
+        for known in self.ready.values():
             yield known.peer
         for first_read in self.first_reads.all():
             yield first_read.peer
@@ -234,7 +229,7 @@ class PeerRegistry:
 
     def get(self, key: PeerKey, now_s: float) -> Peer | Unavailable | None:
         """The peer, or why there is none, or None during its handshake."""
-        if key in self._ready:
+        if key in self.ready:
             return self._used(key, now_s)
         why_not = self._failed_peers.why_not(key, now_s)
         if why_not is not None:
@@ -265,13 +260,13 @@ class PeerRegistry:
 
     def prewarm(self, key: PeerKey, now_s: float) -> None:
         """Connect to this peer before a load needs it, unless the registry is full or half of the entries are taken."""
-        if key in self._ready or key in self.first_reads.under_way:
+        if key in self.ready or key in self.first_reads.under_way:
             return
         if self._failed_peers.why_not(key, now_s) is not None:
             return
         # With as many known already it would evict another peer. And loads need the entries more.
         connecting = len(self.first_reads.under_way) + len(self._handshakes.wanted)
-        known = len(self._ready) + connecting
+        known = len(self.ready) + connecting
         if known >= self._max_peers or not self.first_reads.has_room():
             return
         self._handshakes.request_ahead(key)
@@ -292,7 +287,7 @@ class PeerRegistry:
             self.first_reads.step(now_s)
             return False
         for key in in_use:
-            if key in self._ready:
+            if key in self.ready:
                 self._used(key, now_s)
         # The thread turns thousands of times for each contact: without one nothing is asked.
         if self._handshakes.wanted:
@@ -330,12 +325,12 @@ class PeerRegistry:
 
     def lost(self, peer: Peer, why: str, now_s: float) -> None:
         """Forget a peer that is gone; the next load connects again."""
-        known = self._ready.get(peer.key)
+        known = self.ready.get(peer.key)
         # Several loads notice the same death: a peer that was connected again already is kept.
         if known is None or known.peer is not peer:
             return
         logger.warning("peer=%s is lost: %s", peer.key, why)
-        del self._ready[peer.key]
+        del self.ready[peer.key]
         disconnect(self._reader, peer)
         self._give_up(peer.key, Unavailable(FailureReason.TRANSFER, why), now_s)
 
@@ -345,7 +340,7 @@ class PeerRegistry:
         Their memory stays taken until it is unmapped, and without reads over the fabric nothing else would tell.
         """
         exited = [
-            known.peer for known in self._ready.values() if known.peer.has_exited()
+            known.peer for known in self.ready.values() if known.peer.has_exited()
         ]
         for peer in exited:
             self.lost(peer, "its process has ended", now_s)
@@ -354,11 +349,11 @@ class PeerRegistry:
     def close(self) -> None:
         """Forget all peers."""
         self._handshakes.close()
-        for known in self._ready.values():
+        for known in self.ready.values():
             disconnect(self._reader, known.peer)
         for peer in self._retired:
             disconnect(self._reader, peer)
-        self._ready.clear()
+        self.ready.clear()
         self._retired.clear()
 
     def _is_static(self, key: PeerKey) -> bool:
@@ -366,9 +361,9 @@ class PeerRegistry:
 
     def _used(self, key: PeerKey, now_s: float) -> Peer:
         """The peer, which is now the one used last."""
-        known = self._ready.pop(key)
+        known = self.ready.pop(key)
         known.used_s = now_s
-        self._ready[key] = known
+        self.ready[key] = known
         return known.peer
 
     def _arrived(
@@ -397,7 +392,7 @@ class PeerRegistry:
         """A first read is complete: the peer can be read from."""
         peer = first_read.peer
         self._failed_peers.succeeded(peer.key)
-        self._ready[peer.key] = _Ready(peer, now_s)
+        self.ready[peer.key] = _Ready(peer, now_s)
         described_s = first_read.arrived_s - first_read.asked_s
         # The peer may have been prepared within this step, which began at `now_s`.
         took_s = max(now_s - first_read.asked_s, described_s + first_read.prepared_s)
@@ -448,7 +443,7 @@ class PeerRegistry:
 
     def _retire_former_lives(self, key: PeerKey, now_s: float) -> None:
         """Retire what was known at this address, this boot elsewhere, and this engine elsewhere if it seems over."""
-        for other, known in list(self._ready.items()):
+        for other, known in list(self.ready.items()):
             is_same_address = other.address == key.address
             is_same_engine = other.engine_id == key.engine_id
             if other == key or not (is_same_address or is_same_engine):
@@ -457,7 +452,7 @@ class PeerRegistry:
             is_replaced = is_same_address or other.boot == key.boot
             if is_replaced or unused_s > _NAMESAKE_S:
                 logger.info("peer=%s is forgotten: it is %s now", other, key)
-                del self._ready[other]
+                del self.ready[other]
                 self._retired.append(known.peer)
             else:
                 logger.warning(
@@ -472,19 +467,19 @@ class PeerRegistry:
         """Retire expired peers."""
         # Peers are ordered by last use, and `step` has just updated those in use: the first one
         # that stays ends the search.
-        while self._ready:
-            key, known = next(iter(self._ready.items()))
+        while self.ready:
+            key, known = next(iter(self.ready.items()))
             is_expired = 0 < self._ttl_s <= now_s - known.used_s
             if is_expired and self._is_static(key):
                 self._used(key, now_s)
                 continue
-            are_too_many = len(self._ready) > self._max_peers
+            are_too_many = len(self.ready) > self._max_peers
             if key in in_use or not (is_expired or are_too_many):
                 return
             logger.info(
                 "peer=%s is forgotten: unused for %.0f s", key, now_s - known.used_s
             )
-            del self._ready[key]
+            del self.ready[key]
             self._retired.append(known.peer)
 
     def _disconnect_retired(self, in_use: Collection[PeerKey]) -> None:
