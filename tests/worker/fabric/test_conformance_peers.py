@@ -78,6 +78,20 @@ def test_a_read_in_flight_outlives_the_removal_of_its_peer_and_nothing_else_does
     assert mortal.consumer.add_peer(mortal.producer.metadata) == mortal.peer
 
 
+def test_a_read_of_a_dead_peer_that_is_released_unpolled_keeps_the_peer_no_longer(
+    waiting_harness: Harness,
+) -> None:
+    mortal = Mortal(waiting_harness)
+    mortal.read()
+    mortal.producer.freeze()
+    transfer = mortal.post()
+    mortal.producer.kill()
+    mortal.consumer.remove_peer(mortal.peer)
+    assert mortal.consumer.open_handles().leaving == 1
+    mortal.consumer.release(transfer)
+    assert mortal.consumer.open_handles().leaving == 0
+
+
 def test_metadata_that_is_damaged_anywhere_is_refused_and_the_true_one_still_works(
     pair: AgentPair,
 ) -> None:
