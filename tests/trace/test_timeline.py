@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.trace.clocks import Clocks
-from kvferry.trace.events import DecodeArrived, Finished, LoadOrdered, LoadReported
+from kvferry.trace.events import (
+    DecodeArrived,
+    Finished,
+    LoadOrdered,
+    LoadReported,
+    PrefixAsked,
+)
 from kvferry.trace.reading import read_recording
 from kvferry.trace.summary import durations, summarize
 from kvferry.trace.timeline import Timeline, make_timeline
@@ -221,6 +227,20 @@ def test_without_a_consumer_the_lease_says_whether_there_was_one(
     assert (one.outcome, one.missing, one.lasted_ns) == (outcome, missing, None)
     assert one.held is not None
     assert one.held.lasted_ns == 480_000 * MS
+
+
+def test_a_prefix_begins_when_engines_are_asked_for_it_and_has_no_router() -> None:
+    simulation = Simulation()
+    consumer = simulation.engine("d")
+    simulation.handover(simulation.engine("p"), consumer)
+    events = consumer.scheduler.events
+    (arrived,) = (event for event in events if isinstance(event, DecodeArrived))
+    asked_ns = arrived.at_ns - MS
+    asked = PrefixAsked(at_ns=asked_ns, request=arrived.request, tokens=64, sources=2)
+    events.append(asked)
+    (one,) = timelines(simulation)
+    assert lasted(one.path[:2]) == [("prefix_query", MS), ("decode_queue", MS)]
+    assert (one.zero_ns, "router" in dict(lasted(one.path))) == (asked_ns, False)
 
 
 def test_a_load_may_be_reported_after_the_end_of_its_request() -> None:

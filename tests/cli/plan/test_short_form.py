@@ -94,6 +94,7 @@ WRONG = {
     f"{ATTENTION},layout=NDH": "layout is 'NDH'; did you mean NHD? one of HND, NHD, LBHNC,",
     f"{ATTENTION},pp=33": "pp is '33'; expected at most layers=32",
     f"{ATTENTION},stages=20+11": "stages is '20+11'; expected sizes that add up to layers=32",
+    f"{ATTENTION},stages=70000": "stages is '70000'; expected sizes up to 65536",
     f"{ATTENTION},stages=16+16,pp=2": "pp is '2'; expected no pp beside stages",
     "layers=2,mla=576,heads=8": "heads is '8'; expected no heads beside mla",
     "layers=2,mla=576,kv=apart": "kv is 'apart'; expected no kv beside mla",
