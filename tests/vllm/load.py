@@ -30,6 +30,7 @@ class Kind(Enum):
     ANSWERED = "answered"
     REFUSED = "HTTP 500"
     BROKEN = "broken stream"
+    LEFT = "left by its client"
     OTHER = "other"
 
 
@@ -82,12 +83,14 @@ def ask(
     stream: bool = False,
     tokens: int = ANSWER_TOKENS,
     began: threading.Event | None = None,
+    leave: threading.Event | None = None,
     **more: Any,
 ) -> Outcome:
     """One request and what becomes of it; raises nothing.
 
     Args:
         began: set with the first token of a stream.
+        leave: once it is set, the client leaves the stream with the next token.
     """
     started_s = time.monotonic()
     body = body_of(prompt, tokens, stream=stream, **more)
@@ -101,7 +104,7 @@ def ask(
             trust_env=False,
         ) as reply:
             kind, text = (
-                _read(reply, came, tokens, began)
+                _read(reply, came, tokens, began, leave)
                 if stream
                 else _read_whole(reply, came, tokens)
             )
@@ -113,7 +116,11 @@ def ask(
 
 
 def _read(
-    reply: httpx.Response, came: list[int], tokens: int, began: threading.Event | None
+    reply: httpx.Response,
+    came: list[int],
+    tokens: int,
+    began: threading.Event | None,
+    leave: threading.Event | None,
 ) -> tuple[Kind, str]:
     if reply.status_code != 200:
         return _failure(reply)
@@ -125,6 +132,8 @@ def _read(
         ]
         if began is not None and came:
             began.set()
+        if leave is not None and leave.is_set() and len(came) < tokens:
+            return Kind.LEFT, ""
     return _ended(came, tokens)
 
 
@@ -271,7 +280,7 @@ def judge(
         explained = outcome.kind in (Kind.REFUSED, Kind.BROKEN) and any(
             each.touches(outcome) for each in outages
         )
-        if outcome.kind is not Kind.ANSWERED and not explained:
+        if outcome.kind not in (Kind.ANSWERED, Kind.LEFT) and not explained:
             wrong.append(
                 f"{outcome.kind.value} at {outcome.started_s:.1f} to {outcome.ended_s:.1f}: {outcome.text}"
             )
