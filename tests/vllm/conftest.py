@@ -1,6 +1,6 @@
 """Real vLLM engines on the CPU, started once for all tests that can share them.
 
-All are forked (`forked_server`), which takes seconds, but those of `test_demo`, which are started as users start them.
+All are forked (`forked_server`), which takes seconds.
 Nothing is mocked.
 """
 

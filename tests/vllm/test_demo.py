@@ -1,36 +1,63 @@
-"""The demonstration on real engines: what an operator sees first."""
+"""The demonstration on real engines: what an operator sees first.
+
+The engines are forked. That the demonstration starts them as users do is what the run of every night shows, and in
+every run the accuracy test, which starts its engines by the same class.
+"""
 
 from __future__ import annotations
 
 import gzip
 import os
 import re
-import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
 
-from scripts.accuracy.settings import ROOT
-from scripts.demo import SLOW, SLOW_S
+from scripts.accuracy.engines import EngineSpec
+from scripts.accuracy.settings import read_settings
+from scripts.demo import SLOW, SLOW_S, demonstrate
+from tests.vllm.forked_server import ForkedServer
+
+
+class NamedServer(ForkedServer):
+    """In the place of the engines that the demonstration starts."""
+
+    def __init__(self, spec: EngineSpec, logs: Path) -> None:
+        super().__init__(spec, logs)
+        self.name = spec.name
+        logs.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def written_to(file: Path) -> Iterator[None]:
+    """What this process and its children say goes to the file meanwhile."""
+    sys.stdout.flush()
+    said_before = os.dup(1)
+    with file.open("a", buffering=1) as out, redirect_stdout(out):
+        os.dup2(out.fileno(), 1)
+        try:
+            yield
+        finally:
+            os.dup2(said_before, 1)
+            os.close(said_before)
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The demo's output and folder."""
     folder = tmp_path_factory.mktemp("demo")
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.demo", "--once"],
-        cwd=ROOT,
-        env={**os.environ, "LOG_DIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    settings = read_settings({**os.environ, "LOG_DIR": str(folder)})
+    said = folder / "said"
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as running:
+        patched.setattr("scripts.demo.Engine", NamedServer)
+        with written_to(said):
+            is_good = demonstrate(settings, running)
+    assert is_good, said.read_text()[-4000:]
     (run,) = (folder / "demo").iterdir()
-    return done.stdout, run
+    return said.read_text(), run
 
 
 def test_the_slow_request_is_found_by_its_name_and_its_long_phase_is_reported(
