@@ -38,9 +38,14 @@ gpu-bundle-rehearsal destination *options:
 accuracy:
     scripts/run_accuracy_test.sh
 
-# all tests, then the main job with other types, blocks, numbers of engines and ranks
-full:
+# what every push's run has less of (docs/testing.md#every-night)
+full-numbers:
+    scripts/run_demo.sh --once
     KVFERRY_DRAWS=1 scripts/test.sh
+    KVFERRY_FAULT_SOAK_REQUESTS=10000 .venv/bin/python -m pytest -q tests/faults/test_soak.py
+
+# the full numbers, then the main job with other types, blocks, numbers of engines and ranks
+full: full-numbers
     scripts/run_accuracy_test.sh
     DTYPE=bfloat16 scripts/run_accuracy_test.sh
     PREFILL_BLOCK_SIZE=32 DECODE_BLOCK_SIZE=64 scripts/run_accuracy_test.sh

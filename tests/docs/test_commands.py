@@ -76,7 +76,7 @@ def test_modules_are_there_and_have_the_options(command: Command) -> None:
 
 RECIPES = dict(
     re.findall(
-        r"^([\w-]+)(?: [*+]?[\w-]+)*:\n((?: +.*\n?)+)",
+        r"^([\w-]+)(?: [*+]?[\w-]+)*:(?: [\w-]+)*\n((?: +.*\n?)+)",
         (ROOT / "justfile").read_text(),
         re.MULTILINE,
     )
