@@ -276,17 +276,8 @@ def test_the_slowest_handover_is_first_and_what_never_ended_is_last(
     names = [one.handover.producer_request for one in summary.timelines]
     assert names == ["r50", "r20", "r5", "long", "short"]
     assert summary.outcomes == {"loaded": 3, "not fetched: expired": 2}
-    announced = {str(one.phase): one for one in durations(summary.timelines)}
-    assert (
-        announced["router"].count,
-        announced["router"].p50_ns,
-        announced["router"].max_ns,
-    ) == (
-        3,
-        20 * MS,
-        50 * MS,
-    )
-    assert list(announced)[:4] == ["prefill_queue", "prefill", "handover", "router"]
+    phases = [one.phase for one in durations(summary.timelines)]
+    assert phases[:4] == ["prefill_queue", "prefill", "handover", "router"]
 
 
 def test_percentiles_are_by_nearest_rank() -> None:
