@@ -314,6 +314,8 @@ def test_both_legs_that_come_during_a_sleep_wait_for_its_end(sleeper: Sleeper) -
     )
     assert consumer.engine.answers[decode].tokens == expected_tokens(PROMPT, 4)
     assert consumer.engine.counted("loads") == 2
+    # Nor has it computed what it was refused.
+    assert not consumer.engine.counted("failed_loads")
 
 
 def test_requests_that_are_aborted_during_a_sleep_hold_nothing(
