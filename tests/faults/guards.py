@@ -365,7 +365,7 @@ GUARDS = (
         "kvferry.link.guarded_socket:GuardedSocket.guarded",
         switches.unguarded,
         (
-            "tests/link/test_listener.py::test_an_unexpected_exception_is_counted_and_the_next_asker_is_answered",
+            "tests/link/test_listener.py::test_unexpected_exceptions_are_counted_and_the_next_asker_is_answered",
         ),
     ),
     Guard(

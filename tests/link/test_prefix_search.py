@@ -172,11 +172,13 @@ def test_what_an_engine_repeats_is_passed_on_once(
     one = make(queued)
     asker.search((HOST, one.port))
     asker.wait()
-    for _ in range(3):
-        one.say(Answer(number=1, progress=PromptProgress.QUEUED))
-    for _ in range(3):
-        one.say(ticket(1, TICKET))
-    one.say(Answer(number=1, progress=PromptProgress.OVER))
+    # In one message: the answer to the second search must not overtake the last of them.
+    one.say(
+        *[Answer(number=1, progress=PromptProgress.QUEUED)] * 3,
+        *[ticket(1, TICKET)] * 3,
+        Answer(number=1, progress=PromptProgress.OVER),
+    )
+    asker.wait(2)
     asker.search((HOST, one.port), number=2)
     found = asker.wait(3)
     assert [progress for _, progress in found] == [
@@ -194,9 +196,13 @@ def test_a_ticket_that_comes_after_the_end_of_its_search_is_passed_on_once(
     asker.wait()
     asker.stop()
     wait_until(lambda: one.unsubscribed == [1], "it is told")
-    one.say(Answer(number=1, progress=PromptProgress.OVER, reason="no_prefix"))
-    one.say(ticket(1, TICKET))
-    one.say(ticket(1, TICKET))
+    # In one message: the answer to the second search must not overtake the last of them.
+    one.say(
+        Answer(number=1, progress=PromptProgress.OVER, reason="no_prefix"),
+        ticket(1, TICKET),
+        ticket(1, TICKET),
+    )
+    asker.wait(2)
     asker.search((HOST, one.port), number=2)
     found = asker.wait(3)
     assert [answer.number for _, answer in asker.found] == [1, 1, 2]
