@@ -94,7 +94,7 @@ class Times:
         setattr(owner, name, timed)
 
     def beyond(self, usual: Times) -> Times:
-        """What each takes less the median of others; negative where it takes less."""
+        """The time of each, minus the median of the others; negative where it takes less."""
         cpu_ns = round(median(usual.cpu_ns))
         wall_ns = round(median(usual.wall_ns))
         return Times(

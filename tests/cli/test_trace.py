@@ -66,7 +66,7 @@ def test_one_slow_request_is_found_by_the_id_that_the_router_gave_it(
 def test_of_a_request_that_was_read_while_it_was_computed_steps_and_reads_are_listed(
     example: Path,
 ) -> None:
-    """What they are is shown in tests/trace/test_stream.py."""
+    """Their contents are tested in tests/trace/test_stream.py."""
     name = f"7c1e-{1000 + STREAMED}"
     chosen = ("trace", str(example), "--request", name)
     assert "1.07 GB, 87% early" in run(*chosen, columns=140).out

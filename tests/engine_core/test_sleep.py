@@ -211,7 +211,7 @@ def test_a_worker_whose_sibling_cannot_withdraw_keeps_its_pages(
 def test_of_two_engines_in_a_process_the_first_stays_withdrawn_if_the_second_refuses(
     sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's allocator would have taken the pages of both. It keeps them all, and wakes nobody, since nobody sleeps."""
+    """vLLM's allocator would have taken the pages of both. It keeps them all, and wakes no engine, for none sleeps."""
     assert sleeper.hand_over() == 1
     (first,) = sleeper.workers
     (second,) = sleeper.consumer.ferry_workers

@@ -1,4 +1,4 @@
-"""What the ranks of an engine exchange: by Gloo, which copies the device's tensors through the host, not by NCCL."""
+"""Exchanges between the ranks of an engine: by Gloo, which copies device tensors through the host, not by NCCL."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def caches_uncomputed_blocks(vllm_config: VllmConfig) -> bool:
 
 
 def steps_alone(vllm_config: VllmConfig) -> bool:
-    """Whether nobody waits for this engine's steps, so that one which computes nothing may take a moment.
+    """True if no other engine waits for this one's steps: a step that computes nothing may then take a moment.
 
     No other pipeline stage has a micro-batch for it, and no other data-parallel rank waits at the next collective
     operation.

@@ -1,5 +1,5 @@
 """vLLM's engine core in this process: its loop (paused, ending, waking, waiting on its thread), resets of its prefix
-cache, and the version of its weights. `EngineLoop` finds it; the other two are told (`attach`)."""
+cache, and the version of its weights. `EngineLoop` finds it, and the other two get it (`attach`)."""
 
 from __future__ import annotations
 
