@@ -29,6 +29,7 @@ from kvferry.connector.plugin import register
 from kvferry.connector.scheduler_side.side import SchedulerSide
 from kvferry.connector.vllm.sleep import can_sleep, follow_sleep, guard_sleep
 from kvferry.connector.worker_side.side import WorkerSide
+from kvferry.protocol.errors import LocalProtocolError
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -48,17 +49,10 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     Tested with vLLM 0.32 and 0.33. A hook that only one of them calls has no effect in the other. The hooks of a sleep
     are 0.33's; under 0.32 the adapter calls them (`connector/vllm/sleep.py`).
-
-    Attributes:
-        scheduler_side: in the scheduler's process only.
-        worker_side: in a worker's process only.
     """
 
     # vLLM reads this attribute to attribute the tokens of a load (`get_external_cache_hit_sources`).
     _cache_hit_source = CacheHitSource.P2P
-
-    scheduler_side: SchedulerSide
-    worker_side: WorkerSide
 
     def __init__(
         self,
@@ -72,15 +66,30 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         config = read_config(transfer.kv_connector_extra_config, transfer.kv_connector)
         check_supported(vllm_config)
         check_role(config, transfer.kv_role)
-        self._is_scheduler = role is KVConnectorRole.SCHEDULER
-        if self._is_scheduler:
-            self.scheduler_side = SchedulerSide(vllm_config, kv_cache_config, config)
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler_side = SchedulerSide(vllm_config, kv_cache_config, config)
             if can_sleep(vllm_config):
-                follow_sleep(transfer.engine_id, self.scheduler_side)
+                follow_sleep(transfer.engine_id, self._scheduler_side)
         else:
-            self.worker_side = WorkerSide(vllm_config, kv_cache_config, config)
+            self._worker_side = WorkerSide(vllm_config, kv_cache_config, config)
             if can_sleep(vllm_config):
-                guard_sleep(self.worker_side)
+                guard_sleep(self._worker_side)
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """The part in the scheduler's process."""
+        if self._scheduler_side is None:
+            raise LocalProtocolError("a scheduler's hook was called in a worker")
+        return self._scheduler_side
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        """The part in a worker's process."""
+        if self._worker_side is None:
+            raise LocalProtocolError("a worker's hook was called in the scheduler")
+        return self._worker_side
 
     # Class methods.
 
@@ -177,7 +186,7 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step although it has no requests."""
-        return self._is_scheduler and self.scheduler_side.must_step()
+        return self._scheduler_side is not None and self._scheduler_side.must_step()
 
     def reset_cache(self) -> bool | None:
         return self.scheduler_side.life.reset()
@@ -239,15 +248,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     # Both.
 
     def get_kv_connector_stats(self) -> FerryStats | None:
-        if self._is_scheduler:
-            return self.scheduler_side.monitor.take_stats()
+        if self._scheduler_side is not None:
+            return self._scheduler_side.monitor.take_stats()
         return self.worker_side.take_stats()
 
     def shutdown(self) -> None:
-        if self._is_scheduler:
-            self.scheduler_side.close()
-        else:
-            self.worker_side.close()
+        for side in (self._scheduler_side, self._worker_side):
+            if side is not None:
+                side.close()
 
 
 # MultiConnector looks classes up by name, even if VLLM_PLUGINS leaves the plugin out.
