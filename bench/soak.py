@@ -7,8 +7,8 @@ Three producers and three consumers with shards, block sizes and layouts of thei
 with a NIXL agent and a transfer thread. The seed gives the same requests with the same faults again; threads make what
 comes of them similar, not equal. It prints a line every ten seconds, tables at the end, writes `results/soak.json`, and
 exits with 1 if anything happened that must never happen, or memory, descriptors or threads grow, with the requests or
-with the lives of engines: each engine is restarted once at the start and once in the second half. SIGTERM ends it
-early, with the tables.
+with the lives of engines: each engine is restarted once at the start and three times from the middle on. SIGTERM ends
+it early, with the tables.
 """
 
 from __future__ import annotations

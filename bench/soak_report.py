@@ -113,7 +113,8 @@ def results_of(figures: dict[str, Any]) -> Results:
         notes=(
             "Which requests have which faults follows from the seed; what comes of them also from the threads' timing.",
             "Memory and descriptors go up and down with engines that end and come back. Each is restarted once at "
-            "the start, before the samples that count, and once in the second half.",
+            "the start, before the samples that count, and three times from the middle on: then lives rise, and "
+            "requests hardly do.",
         ),
         quick=figures["requests"] < FEWEST_FOR_A_SLOPE,
     )
