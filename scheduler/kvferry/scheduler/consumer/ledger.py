@@ -163,6 +163,11 @@ class ConsumerLedger:
             return "lease_over"
         if shared_tokens <= 0:
             return "other_prompt"
+        if self.quarantine.pins(request_id):
+            # The ids of requests can be chosen, and used again. Workers name loads by them: if this one failed as well,
+            # nobody could tell whose blocks may still be written, and its own would not be pinned.
+            self._end_claim(ReleaseLease(lease))
+            return "blocks_pinned"
         if kind is PromptKind.TURN:
             min_tokens = self.recompute_threshold
         record = self._requests.enter(request_id)
@@ -521,6 +526,10 @@ class QuarantinedBlocks:
             pin = self._pinned.pop(request_id)
             self.num_blocks -= len(pin.blocks)
             self.pool.give_back(pin.blocks)
+
+    def pins(self, request_id: str) -> bool:
+        """True if blocks of an earlier load under this id are pinned."""
+        return request_id in self._pinned
 
     def gauges(self, now_s: float) -> dict[str, float]:
         """The gauges of pinned requests and blocks."""
