@@ -173,7 +173,14 @@ def test_unfinished_messages_of_one_host_cost_no_other_its_connection(
         one.close()
 
 
-@pytest.mark.parametrize(("files", "most"), [(1024, 512), (1 << 20, MAX_CONNECTIONS)])
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        (1024, 512),
+        (1 << 20, MAX_CONNECTIONS),
+        (resource.RLIM_INFINITY, MAX_CONNECTIONS),
+    ],
+)
 def test_a_listener_takes_no_more_than_half_of_the_files_of_its_process(
     files: int, most: int
 ) -> None:

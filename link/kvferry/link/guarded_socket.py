@@ -291,9 +291,12 @@ class AcceptedConnections:
     """
 
     def __init__(self, listener: zmq.Socket[bytes], counters: Counters) -> None:
-        # The process needs files for other things, too.
+        self.capacity = limits.MAX_CONNECTIONS
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.capacity = min(limits.MAX_CONNECTIONS, files // 2)
+        # No limit is -1: every connection would be one too many.
+        if files != resource.RLIM_INFINITY:
+            # The process needs files for other things, too.
+            self.capacity = min(self.capacity, files // 2)
         self._listener = listener
         self._counters = counters
         # By file; the latest to send is last.
