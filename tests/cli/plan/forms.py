@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from kvferry.cli.plan.short_form import DTYPE_BYTES, LAYOUTS, ShortForm
-from kvferry.cli.plan.short_reading import form_of, pairs_of
+from kvferry.cli.plan.short_form import (
+    DTYPE_BYTES,
+    LAYOUTS,
+    ShortForm,
+    form_of,
+    pairs_of,
+)
 from kvferry.cli.plan.sides import read_sides
 from kvferry.protocol.handshake import EngineDescription
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.cli.arguments import InvalidArgument, InvalidModel
 from kvferry.cli.plan.model_config import MAX_CONFIG_BYTES, read_model_config
-from kvferry.cli.plan.short_reading import form_of, with_model
+from kvferry.cli.plan.short_form import form_of, with_model
 from tests.cli.command import refused, run
 from tests.draws import draws
 

@@ -7,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.cli.plan.short_form import KEYS, ConvPart, ShortForm
-from kvferry.cli.plan.short_reading import MAX_LENGTH, even_stages
+from kvferry.cli.plan.short_form import (
+    KEYS,
+    MAX_LENGTH,
+    ConvPart,
+    ShortForm,
+    even_stages,
+)
 from tests.cli.plan.forms import read_form
 
 ATTENTION = "layers=32,heads=8,dim=128"

@@ -42,8 +42,8 @@ _KV_HEADS = (
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
 
-class _Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the code of a model type says about the cache where its config.json says nothing.
+class _Families(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """model_families.json: what the code of model types says about the cache where their config.json says nothing.
 
     Attributes:
         kv_heads_are_heads: there are as many KV heads as heads; those of other types have a number in their code.
@@ -52,32 +52,22 @@ class _Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         has_latent: vLLM serves it with a latent cache.
         has_window: it has a window even without `sliding_window`.
         full_every: every n-th layer has full attention if the layers of the window are not listed; 0: none has.
-    """
-
-    kv_heads_are_heads: bool = False
-    is_multi_query: bool = False
-    has_head_dim: bool = False
-    has_latent: bool = False
-    has_window: bool = False
-    full_every: int | None = None
-
-
-class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """model_families.json.
-
-    Attributes:
-        families: by model type, those whose code says something.
         keys_of_states: beginnings of keys that only models with recurrent states or convolutions have.
         keys_of_other_caches: keys of models whose caches neither config.json nor a short form describes, and why.
     """
 
-    families: dict[str, _Family]
+    kv_heads_are_heads: frozenset[str]
+    is_multi_query: frozenset[str]
+    has_head_dim: frozenset[str]
+    has_latent: frozenset[str]
+    has_window: frozenset[str]
+    full_every: dict[str, int]
     keys_of_states: tuple[str, ...]
     keys_of_other_caches: dict[str, str]
 
 
-_TABLES = msgspec.json.decode(
-    Path(__file__).with_name("model_families.json").read_bytes(), type=_Tables
+_FAMILIES = msgspec.json.decode(
+    Path(__file__).with_name("model_families.json").read_bytes(), type=_Families
 )
 # Beginnings of model types that have windows only if `use_sliding_window` is true.
 _OPTIONAL_WINDOWS = ("dots1", "qwen2", "qwen3", "smollm3")
@@ -125,7 +115,6 @@ class _Config:
         self._own = {key: value for key, value in own.items() if value is not None}
         # Cut, because errors show it.
         self._type = str(self._own.get("model_type", "missing"))[:64]
-        self._family = _TABLES.families.get(self._type, _Family())
 
     def pairs(self) -> dict[str, str]:
         """The pairs that the user has not written.
@@ -170,35 +159,30 @@ class _Config:
     def _refuse_others(self) -> None:
         """Refuse models whose caches neither config.json nor the short form describes."""
         own = self._own
-        for key, why in _TABLES.keys_of_other_caches.items():
+        for key, why in _FAMILIES.keys_of_other_caches.items():
             if own.get(key):
                 raise _not_here(key, own[key], why)
         if own.get("is_encoder_decoder") or self._whole.get("is_encoder_decoder"):
-            raise _not_here(
-                "is_encoder_decoder",
-                True,
-                _TABLES.keys_of_other_caches["encoder_layers"],
-            )
-        if own.get("kv_lora_rank"):
-            if not self._family.has_latent:
-                why = "its code says how much of a kv_lora_rank is in the cache"
-                raise _not_here("model_type", self._type, why)
-        elif own.get("v_head_dim", 0) not in (0, own.get("head_dim")):
+            why = _FAMILIES.keys_of_other_caches["encoder_layers"]
+            raise _not_here("is_encoder_decoder", True, why)
+        has_latent = own.get("kv_lora_rank")
+        if has_latent and self._type not in _FAMILIES.has_latent:
+            why = "its code says how much of a kv_lora_rank is in the cache"
+            raise _not_here("model_type", self._type, why)
+        if not has_latent and own.get("v_head_dim", 0) not in (0, own.get("head_dim")):
             raise _not_here("v_head_dim", own["v_head_dim"], "K and V differ in size")
-        if "state_layers" not in self._given:
-            self._refuse_states()
-
-    def _refuse_states(self) -> None:
-        """Refuse models with recurrent states, whose shapes are in their code."""
-        types = self._own.get("layer_types", [])
+        if "state_layers" in self._given:
+            return
+        # The shapes of recurrent states are in a model's code.
+        types = own.get("layer_types", [])
         if not isinstance(types, list):
-            raise _no_states("layer_types", types)
+            raise _without_states("layer_types", types)
         for layer_type in types:
             if layer_type not in _KINDS:
-                raise _no_states("layer_types", layer_type)
-        for key, value in self._own.items():
-            if value and key.startswith(_TABLES.keys_of_states):
-                raise _no_states(key, value)
+                raise _without_states("layer_types", layer_type)
+        for key, value in own.items():
+            if value and key.startswith(_FAMILIES.keys_of_states):
+                raise _without_states(key, value)
 
     def _layers(self) -> int:
         if "layers" in self._given:
@@ -207,26 +191,22 @@ class _Config:
 
     def _kv_heads(self) -> int:
         own = self._own
-        has_multi_query = own.get("multi_query", True) and not own.get(
-            "new_decoder_architecture"
+        is_grouped = own.get("new_decoder_architecture") or not own.get(
+            "multi_query", True
         )
-        if self._family.is_multi_query and has_multi_query:
+        if self._type in _FAMILIES.is_multi_query and not is_grouped:
             return 1
-        says_kv_heads = any(key in own for key in _KV_HEADS)
-        if (
-            self._nested is None
-            and self._family.kv_heads_are_heads
-            and not says_kv_heads
-        ):
-            return self._number(_HEADS, 1, add="heads")
-        return self._number(_KV_HEADS, 1, add="heads")
+        keys: Sequence[str] = _KV_HEADS
+        if self._nested is None and self._type in _FAMILIES.kv_heads_are_heads:
+            keys = (*_KV_HEADS, *_HEADS)
+        return self._number(keys, 1, add="heads")
 
     def _head_dim(self) -> int:
         for key in ("head_dim", "hidden_size_per_head", "kv_channels"):
             if self._own.get(key, 0) != 0:
                 return self._number((key,), 1, add="dim")
         is_nested_llama = self._nested is not None and self._type == "llama"
-        if self._family.has_head_dim or is_nested_llama:
+        if self._type in _FAMILIES.has_head_dim or is_nested_llama:
             expected = f"a number, which is in the code of {self._type}; {_add('dim')}"
             raise InvalidModel("head_dim", MISSING, expected)
         hidden = self._number(_HIDDEN, 1, 1 << 24, add="dim")
@@ -238,29 +218,26 @@ class _Config:
         return hidden // heads
 
     def _dtype(self) -> str:
-        scheme = self._own.get("quantization_config") or self._whole.get(
-            "quantization_config"
-        )
-        if not isinstance(scheme, dict):
-            scheme = {}
-        # The cache has the scheme's type then, not that of the activations.
-        if scheme.get("kv_cache_scheme") or scheme.get("kv_cache_quant_algo"):
+        key = "quantization_config"
+        scheme = self._own.get(key) or self._whole.get(key)
+        if isinstance(scheme, dict) and (
+            scheme.get("kv_cache_scheme") or scheme.get("kv_cache_quant_algo")
+        ):
+            # The cache has the scheme's type then, not that of the activations.
             quantised = Shown("one with a quantised cache")
-            raise InvalidModel("quantization_config", quantised, _add("dtype"))
-        dtype = self._written_dtype()
-        name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
+            raise InvalidModel(key, quantised, _add("dtype"))
+        written = [
+            config[key]
+            for config in (self._whole, self._own)
+            for key in ("dtype", "torch_dtype")
+            if config.get(key) is not None
+        ]
+        dtype = written[0] if written else MISSING
+        name = str(dtype).removeprefix("torch.")
         if name not in _DTYPES:
-            raise InvalidModel(
-                "dtype", dtype, f"one of {', '.join(_DTYPES)}; {_add('dtype')}"
-            )
+            expected = f"one of {', '.join(_DTYPES)}; {_add('dtype')}"
+            raise InvalidModel("dtype", dtype, expected)
         return _DTYPES[name]
-
-    def _written_dtype(self) -> Any:
-        for config in (self._whole, self._own):
-            for key in ("dtype", "torch_dtype"):
-                if config.get(key) is not None:
-                    return config[key]
-        return MISSING
 
     def _window(self, all_layers: int, layers: int) -> str:
         """`4096@0-30/2`, or empty. Of `all_layers` the first `layers` have a cache."""
@@ -285,7 +262,7 @@ class _Config:
         source = self._whole if self._nested is None else self._nested
         if "sliding_window" in source:
             return source["sliding_window"] is not None
-        return self._family.has_window
+        return self._type in _FAMILIES.has_window
 
     def _layers_with_window(self, all_layers: int, layers: int) -> list[int]:
         """Those of the first `layers` of `all_layers` that have a window."""
@@ -298,7 +275,9 @@ class _Config:
                 )
             return [layer for layer in range(layers) if kinds[layer] == _KINDS[1]]
         # Hostile or of another meaning: what is no number counts as missing.
-        pattern = self._own.get("sliding_window_pattern", self._family.full_every)
+        pattern = self._own.get(
+            "sliding_window_pattern", _FAMILIES.full_every.get(self._type)
+        )
         if type(pattern) is not int or not 0 <= pattern <= MAX_LAYERS:
             pattern = None
         if pattern is None or self._type.startswith(_OPTIONAL_WINDOWS):
@@ -344,7 +323,7 @@ def _add(key: str) -> str:
     return f"or add {_EXAMPLES[key]} behind a comma"
 
 
-def _no_states(field: str, value: object) -> InvalidModel:
+def _without_states(field: str, value: object) -> InvalidModel:
     why = "config.json lacks the states of its layers"
     return _not_here(field, value, why, "state_layers, ssm and conv")
 

@@ -24,7 +24,7 @@ import msgspec
 from kvferry.cli.arguments import InvalidArgument, InvalidSide, read_file
 from kvferry.cli.plan.model_config import read_model_config
 from kvferry.cli.plan.short_engine import UNKNOWN_MODEL, engine_of_form
-from kvferry.cli.plan.short_reading import form_of, pairs_of, with_model
+from kvferry.cli.plan.short_form import form_of, pairs_of, with_model
 from kvferry.plan.refusals import check_description
 from kvferry.protocol.description_json import (
     MAX_DESCRIPTION_JSON_BYTES,
@@ -33,7 +33,7 @@ from kvferry.protocol.description_json import (
     from_engine_json,
 )
 from kvferry.protocol.errors import InputError
-from kvferry.protocol.handshake import EngineDescription, ModelFacts
+from kvferry.protocol.handshake import EngineDescription
 
 STDIN = "-"
 CONFIG = "config.json"
@@ -71,24 +71,16 @@ def read_sides(
     if producer == consumer == STDIN:
         expected = "another source: PRODUCER reads standard input already"
         raise InvalidArgument("CONSUMER", STDIN, expected)
-    # Both are read before either is completed: each may need the model of the other.
     with _naming_side("PRODUCER"):
-        producer_read = _read("PRODUCER", producer, read_stdin)
+        there = _read("PRODUCER", producer, read_stdin)
     with _naming_side("CONSUMER"):
-        consumer_read = _read("CONSUMER", consumer, read_stdin)
-    producer_json, producer_form = _complete(
-        "PRODUCER", producer, producer_read, consumer_read
-    )
-    consumer_json, consumer_form = _complete(
-        "CONSUMER", consumer, consumer_read, producer_read
-    )
-    # A short form has no facts about the weights: it takes those of the other side.
-    producer_facts = _facts_of(producer_json, consumer_json)
-    consumer_facts = _facts_of(consumer_json, producer_json)
-    producer_engine = _describe("PRODUCER", producer_json, producer_facts)
-    consumer_engine = _describe("CONSUMER", consumer_json, consumer_facts)
-    return ReadSide(producer_engine, producer_form), ReadSide(
-        consumer_engine, consumer_form
+        here = _read("CONSUMER", consumer, read_stdin)
+    # Both are read before either is completed: each may need the model of the other.
+    there_json, there_form = _complete("PRODUCER", producer, there, here)
+    here_json, here_form = _complete("CONSUMER", consumer, here, there)
+    return (
+        ReadSide(_describe("PRODUCER", there_json, here_json), there_form),
+        ReadSide(_describe("CONSUMER", here_json, there_json), here_form),
     )
 
 
@@ -106,22 +98,17 @@ def _complete(
         engine_json = engine_of_form(form_of(pairs), role.lower())
     form = ",".join(f"{key}={value}" for key, value in pairs.items())
     if form == argument.replace(" ", ""):
-        return engine_json, ""
+        form = ""
     return engine_json, form
 
 
-def _facts_of(engine_json: EngineJson, other: EngineJson) -> ModelFacts:
-    """Facts of a side: its own, or those of the other side if it has none."""
-    if engine_json.facts.model == UNKNOWN_MODEL and other.facts.model != UNKNOWN_MODEL:
-        return other.facts
-    return engine_json.facts
-
-
-def _describe(
-    role: str, engine_json: EngineJson, facts: ModelFacts
-) -> EngineDescription:
+def _describe(role: str, own: EngineJson, other: EngineJson) -> EngineDescription:
     """The description of one side."""
-    engine = from_engine_json(msgspec.structs.replace(engine_json, facts=facts))
+    facts = own.facts
+    # A short form has no facts about the weights: it takes those of the other side, if that has any.
+    if facts.model == UNKNOWN_MODEL and other.facts.model != UNKNOWN_MODEL:
+        facts = other.facts
+    engine = from_engine_json(msgspec.structs.replace(own, facts=facts))
     with _naming_side(role):
         check_description(engine)
     return engine
