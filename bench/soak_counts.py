@@ -57,6 +57,8 @@ class Sample:
         lives: of engines, so far.
         is_calm: there was no more in the process than its living engines. Where it is busy, engines that have ended
             take their time, and what they still hold is no growth.
+        mapping: of each consumer, whether its present life maps the producers' caches. It changes with every life, and
+            takes 52 to 60 descriptors, which are no growth either.
         rss_mb: resident memory. A segment of shared memory counts once for every time that it is attached.
         own_mb: the part of it that is neither shared memory nor files.
         objects: blocks of memory that Python's allocator has given out: what leaks in Python grows it, NIXL does not.
@@ -71,6 +73,7 @@ class Sample:
     fds: int
     threads: int
     is_calm: bool = True
+    mapping: tuple[bool, ...] = ()
 
 
 @dataclass
@@ -86,11 +89,18 @@ class Gauges:
     _start_s: float = field(default_factory=time.monotonic)
 
     def poll(
-        self, requests: int, lives: int, *, calm: bool = True, now: bool = False
+        self,
+        requests: int,
+        lives: int,
+        *,
+        mapping: tuple[bool, ...] = (),
+        calm: bool = True,
+        now: bool = False,
     ) -> bool:
         """Take a sample if it is time. Returns whether it was.
 
         Args:
+            mapping: as in `Sample`.
             calm: there is no more in the process than its living engines; samples wait for that, but not for ever.
         """
         at_s = time.monotonic() - self._start_s
@@ -117,6 +127,7 @@ class Gauges:
                 fds,
                 threads,
                 calm,
+                mapping,
             )
         )
         return True
@@ -135,10 +146,12 @@ class Gauges:
         ]
         if not chosen:
             return 0.0, 0.0
-        by = np.array([(one.requests / 1000, one.lives) for one in chosen], float)
+        by = np.array(
+            [(one.requests / 1000, one.lives, *one.mapping) for one in chosen], float
+        )
         of = np.array([getattr(one, name) for one in chosen], float)
         # Of the solutions the least one: what did not vary adds nothing.
-        per_1000, per_life = np.linalg.lstsq(
+        per_1000, per_life, *_ = np.linalg.lstsq(
             by - by.mean(0), of - of.mean(), rcond=None
         )[0]
         return float(per_1000), float(per_life)

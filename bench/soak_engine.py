@@ -11,7 +11,7 @@ from bench.soak_fabric import SoakFabric
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads.results import StepResults
 from kvferry.worker.peer_memory.shared_file import SharedFile
-from kvferry.worker.settings import WorkerSettings
+from kvferry.worker.settings import MappedReadsOption, WorkerSettings
 from tests.geometry.caches import Caches, Side, carve
 from tests.geometry.models import Model
 from tests.geometry.pairs import FACTS, cache_groups
@@ -43,6 +43,7 @@ class SoakEngine(CacheEngine):
         free: scheduler blocks that are not in use.
         spoilt: blocks that were written while they were free.
         is_dead: it was killed.
+        maps: whether it maps caches of producers on its host.
         leased: the blocks of prompts that are complete, until their leases are over.
         moved: bytes of its good loads, by how: `moved`, of these `staged`, beside these `mapped`, and `early`, before
             the prefill had ended; and `restarts` of loads whose prefill was preempted.
@@ -80,6 +81,7 @@ class SoakEngine(CacheEngine):
         self.free = list(range(1, blocks.count))
         self.spoilt = 0
         self.is_dead = False
+        self.maps = settings.mapped_reads is not MappedReadsOption.OFF
         self.leased: dict[str, tuple[int, ...]] = {}
         self.moved: Counter[str] = Counter()
 

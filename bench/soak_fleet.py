@@ -209,9 +209,7 @@ class Fleet:
     def close(self) -> None:
         """Everything ends; what must not be left is counted under `violations`."""
         self._wait_until_idle()
-        self.gauges.poll(
-            self.counts.requests, self.lives, calm=not self._graves, now=True
-        )
+        self._sample(now=True)
         for engine in self._engines():
             self._check_idle(engine)
             engine.kill().join(60.0)
@@ -272,7 +270,7 @@ class Fleet:
             # several lives.
             self._has_buried = False
             gc.collect()
-        if self.gauges.poll(self.counts.requests, self.lives, calm=not self._graves):
+        if self._sample():
             self._restart_one(over)
         now_s = time.monotonic()
         if now_s > self._polled_s + _POLL_S:
@@ -290,6 +288,16 @@ class Fleet:
                 f"{self.lives} lives, {last.rss_mb:.0f} MB, {last.fds} fds, {last.threads} threads, "
                 f"{self.counts.violations.total()} violations"
             )
+
+    def _sample(self, *, now: bool = False) -> bool:
+        """Take a sample of the gauges if it is time. Returns whether it was."""
+        return self.gauges.poll(
+            self.counts.requests,
+            self.lives,
+            mapping=tuple(engine.maps for engine in self.consumers),
+            calm=not self._graves,
+            now=now,
+        )
 
     def _check_integrity(self, engine: SoakEngine, *, idle: bool = False) -> None:
         try:

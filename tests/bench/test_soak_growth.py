@@ -123,3 +123,21 @@ def test_a_soak_without_restarts_is_judged_by_its_requests() -> None:
         for at in range(0, 5000, 100)
     ]
     assert Gauges(made).added("rss_mb") == pytest.approx((6.0, 0.0))
+
+
+def test_what_consumers_map_is_not_taken_for_growth() -> None:
+    # Each life of a consumer maps or does not, which takes 60 descriptors: one more that maps at the end is no growth.
+    made = [
+        replace(one, fds=800 + 60 * sum(maps), mapping=maps)
+        for one in samples()
+        for maps in [_mapping(one.lives)]
+    ]
+    added = Gauges(made, 0).added("fds")
+    assert added == pytest.approx((0.0, 0.0), abs=1e-6)
+    assert Gauges([replace(one, mapping=()) for one in made], 0).added("fds") != (
+        pytest.approx((0.0, 0.0), abs=1e-6)
+    )
+
+
+def _mapping(lives: int) -> tuple[bool, ...]:
+    return lives % 2 == 0, lives % 3 == 0, lives % 4 < 2
