@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.trace.clocks import compare
 from kvferry.trace.events import (
     TRACE_VERSION,
     AnyEvent,
@@ -31,6 +32,9 @@ from kvferry.trace.events import (
     StageSpan,
     TracedLease,
 )
+from kvferry.trace.handover import Handover, match
+from kvferry.trace.reading import Process
+from kvferry.trace.timeline import Timeline, make_timeline
 
 MS = 1_000_000
 BEGIN_NS = 1_790_000_000_000_000_000
@@ -52,6 +56,10 @@ class SimulatedProcess:
     started: ProcessStarted
     ahead_ns: int
     events: list[AnyEvent] = field(default_factory=list)
+
+    def forget(self, *kinds: type) -> None:
+        """Nothing of these kinds was recorded."""
+        self.events[:] = [one for one in self.events if not isinstance(one, kinds)]
 
     def lines(self) -> bytes:
         """Its file."""
@@ -240,6 +248,23 @@ class Simulation:
             for process in (engine.scheduler, *engine.workers)
         ]
 
+    def read(self) -> list[Process]:
+        """Their files, as they are read."""
+        return [
+            Process("", one.started, sorted(one.events, key=lambda event: event.at_ns))
+            for one in self.processes()
+        ]
+
+    def handovers(self) -> list[Handover]:
+        """What belongs together of what they recorded."""
+        return match(self.read())
+
+    def timelines(self) -> list[Timeline]:
+        """On clocks that were compared."""
+        found = self.handovers()
+        clocks = compare(found)
+        return [make_timeline(handover, clocks) for handover in found]
+
     def write(self, folder: Path) -> Path:
         """One file a process, in a folder an engine."""
         for engine in self.engines:
@@ -249,6 +274,15 @@ class Simulation:
                 name = f"{process.started.part.value}-{process.started.place or 0}-{engine.boot[-4:]}.jsonl"
                 (home / name).write_bytes(process.lines())
         return folder
+
+
+def engine_pair(
+    workers: int = 1,
+) -> tuple[Simulation, SimulatedEngine, SimulatedEngine]:
+    """A producer `p` and a consumer `d`, whose clocks are right."""
+    simulation = Simulation()
+    producer = simulation.engine("p")
+    return simulation, producer, simulation.engine("d", workers=workers)
 
 
 def record(process: SimulatedProcess, event: AnyEvent) -> None:

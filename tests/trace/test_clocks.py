@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.trace.clocks import Clocks, causes, clock_of, compare, reference_of
 from kvferry.trace.timeline import make_timeline
-from tests.trace.simulated import MS, Simulation, Times
-from tests.trace.test_matching import matched
+from tests.trace.simulated import MS, Simulation, Times, engine_pair
 
 SKEWS = st.lists(st.integers(-500 * MS, 500 * MS), min_size=3, max_size=6)
 
@@ -47,7 +46,7 @@ def test_after_the_shifts_nothing_happens_before_its_cause(
         clock_of(process.started): process.ahead_ns
         for process in simulation.processes()
     }
-    found = matched(simulation)
+    found = simulation.handovers()
     clocks = compare(found)
     for handover in found:
         reference = reference_of(handover)
@@ -68,7 +67,7 @@ def test_a_producer_that_is_ahead_is_put_back_and_reported() -> None:
         simulation.engine("d"),
     )
     simulation.handover(producer, consumer, times=Times(router=3 * MS, kept=MS))
-    (handover,) = matched(simulation)
+    (handover,) = simulation.handovers()
     clocks = compare([handover])
     assert clocks.notes == (
         "clocks of p on host-of-p and d on host-of-d differ by at least 17.000 ms "
@@ -83,8 +82,7 @@ def test_a_producer_that_is_ahead_is_put_back_and_reported() -> None:
 
 
 def test_a_clock_that_was_set_meanwhile_leaves_all_other_pairs_shifted() -> None:
-    simulation = Simulation()
-    producer, consumer = simulation.engine("p"), simulation.engine("d")
+    simulation, producer, consumer = engine_pair()
     other = simulation.engine("other", ahead_ns=20 * MS)
     for number, ahead_ns in enumerate((0, 400 * MS)):
         producer.scheduler.ahead_ns = ahead_ns
@@ -92,7 +90,7 @@ def test_a_clock_that_was_set_meanwhile_leaves_all_other_pairs_shifted() -> None
             producer, consumer, number * 1000 * MS, request=f"r{number}"
         )
     simulation.handover(other, consumer, request="r3")
-    found = matched(simulation)
+    found = simulation.handovers()
     clocks = compare(found)
     contradiction, difference = clocks.notes
     # By the later params the producer is ahead by 400 - 3 ms or more, by the earlier end of a lease by 1 ms or less.
@@ -126,7 +124,7 @@ def test_what_has_no_certain_order_says_nothing_about_clocks(
     simulation.handover(
         simulation.engine("p"), consumer, times=times, reason=reason, how=how
     )
-    assert compare(matched(simulation)) == Clocks()
+    assert compare(simulation.handovers()) == Clocks()
 
 
 def test_hosts_of_one_engine_have_clocks_of_their_own() -> None:
@@ -136,7 +134,7 @@ def test_hosts_of_one_engine_have_clocks_of_their_own() -> None:
     there.started = msgspec.structs.replace(there.started, host="second")
     there.ahead_ns = -30 * MS
     simulation.handover(simulation.engine("p"), consumer)
-    (note,) = compare(matched(simulation)).notes
+    (note,) = compare(simulation.handovers()).notes
     assert note.startswith(
         "clocks of d on second and d on host-of-d differ by at least 29.5"
     )

@@ -22,20 +22,8 @@ from kvferry.trace.events import (
     PrefillScheduled,
     ProcessRole,
 )
-from kvferry.trace.handover import Handover, match
-from kvferry.trace.reading import Process
-from tests.trace.simulated import MS, SimulatedEngine, Simulation
-
-
-def processes(simulation: Simulation) -> list[Process]:
-    return [
-        Process("", one.started, sorted(one.events, key=lambda event: event.at_ns))
-        for one in simulation.processes()
-    ]
-
-
-def matched(simulation: Simulation) -> list[Handover]:
-    return match(processes(simulation))
+from kvferry.trace.handover import match
+from tests.trace.simulated import MS, SimulatedEngine, Simulation, engine_pair
 
 
 @given(
@@ -70,7 +58,7 @@ def test_every_request_has_all_of_its_events_and_no_other(
             tokens=number + 1,
         )
         wanted[lease] = (producer.name, request, consumer.name, decode, number + 1)
-    files = processes(simulation)
+    files = simulation.read()
     draw.shuffle(files)
     found = match(files)
     announced = {
@@ -108,8 +96,7 @@ def test_every_request_has_all_of_its_events_and_no_other(
 
 
 def test_several_requests_may_read_one_lease() -> None:
-    simulation = Simulation()
-    producer, consumer = simulation.engine("p"), simulation.engine("d")
+    simulation, producer, consumer = engine_pair()
     lease = simulation.handover(producer, consumer, decode_request="a")
     other = simulation.handover(producer, consumer, MS, decode_request="b")
     events = consumer.scheduler.events
@@ -119,7 +106,7 @@ def test_several_requests_may_read_one_lease() -> None:
         else event
         for event in events
     ]
-    found = [one for one in matched(simulation) if one.lease == lease]
+    found = [one for one in simulation.handovers() if one.lease == lease]
     assert sorted(one.consumer_request for one in found) == ["a", "b"]
     assert all(one.prefill for one in found)
 
@@ -131,9 +118,7 @@ def test_one_half_alone_is_a_handover_too(role: str) -> None:
         simulation.engine("p"), simulation.engine("d"), request="r", decode_request="s"
     )
     (one,) = match(
-        process
-        for process in processes(simulation)
-        if process.started.engine_id == role
+        process for process in simulation.read() if process.started.engine_id == role
     )
     assert (one.prefill is None, one.decode is None) == (role == "d", role == "p")
     assert one.producer_request == "r"
@@ -147,22 +132,17 @@ def test_loads_without_their_scheduler_are_not_lost() -> None:
     )
     (one,) = match(
         process
-        for process in processes(simulation)
+        for process in simulation.read()
         if process.started.part is ProcessRole.WORKER
     )
     assert (one.consumer_request, len(one.loads)) == ("s", 3)
 
 
 def test_a_load_of_which_the_arrival_was_not_recorded_is_not_lost() -> None:
-    simulation = Simulation()
-    consumer = simulation.engine("d")
-    simulation.handover(simulation.engine("p"), consumer, decode_request="s")
-    consumer.scheduler.events[:] = [
-        event
-        for event in consumer.scheduler.events
-        if not isinstance(event, DecodeArrived)
-    ]
-    found = {one.consumer_request: one for one in matched(simulation)}
+    simulation, producer, consumer = engine_pair()
+    simulation.handover(producer, consumer, decode_request="s")
+    consumer.scheduler.forget(DecodeArrived)
+    found = {one.consumer_request: one for one in simulation.handovers()}
     assert len(found["s"].loads) == 1
     assert found["s"].lease is None
     assert found[""].prefill
@@ -173,5 +153,5 @@ def test_a_prompt_that_was_never_scheduled_is_shown() -> None:
     producer = simulation.engine("p")
     simulation.handover(producer, None, request="r")
     del producer.scheduler.events[1:]
-    (one,) = matched(simulation)
+    (one,) = simulation.handovers()
     assert (one.lease, one.producer_request) == (None, "r")

@@ -10,12 +10,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.trace.clocks import compare
 from kvferry.trace.events import PrefillStep
 from kvferry.trace.perfetto import perfetto_trace
-from kvferry.trace.timeline import Timeline, make_timeline
-from tests.trace.simulated import MS, Simulation, Times
-from tests.trace.test_matching import matched
+from kvferry.trace.timeline import Timeline
+from tests.trace.simulated import MS, Simulation, Times, engine_pair
 
 _Event = dict[str, Any]
 
@@ -116,9 +114,7 @@ def test_any_recording_becomes_a_valid_trace(
     for process in simulation.processes():
         process.events[:] = [event for event in process.events if draw.random() > 0.1]
         num_steps += sum(isinstance(event, PrefillStep) for event in process.events)
-    found = matched(simulation)
-    clocks = compare(found)
-    timelines = [make_timeline(handover, clocks) for handover in found]
+    timelines = simulation.timelines()
     events = traced(timelines)
     # A prompt of which only steps are left has no request to be shown for.
     shown = sum(
@@ -128,11 +124,9 @@ def test_any_recording_becomes_a_valid_trace(
 
 
 def test_a_request_is_in_a_track_of_each_part_with_its_ids_and_phases() -> None:
-    simulation = Simulation()
-    engines = simulation.engine("p"), simulation.engine("d", workers=2)
+    simulation, *engines = engine_pair(workers=2)
     simulation.handover(*engines, request="r", decode_request="s")
-    (handover,) = matched(simulation)
-    events = traced([make_timeline(handover, compare([handover]))])
+    events = traced(simulation.timelines())
     tracks = slices_of(events)
     assert {
         name: [piece[0] for piece in pieces] for name, pieces in tracks.items()
@@ -162,10 +156,9 @@ def test_a_request_is_in_a_track_of_each_part_with_its_ids_and_phases() -> None:
 
 
 def test_arrows_lead_from_the_prefill_to_the_handover_and_to_every_worker() -> None:
-    simulation = Simulation()
-    simulation.handover(simulation.engine("p"), simulation.engine("d", workers=2))
-    (handover,) = matched(simulation)
-    tracks = slices_of(traced([make_timeline(handover, compare([handover]))]))
+    simulation, *engines = engine_pair(workers=2)
+    simulation.handover(*engines)
+    tracks = slices_of(traced(simulation.timelines()))
     begins = [
         track for track, ((*_, event),) in tracks.items() if event.get("flow_out")
     ]
@@ -175,16 +168,13 @@ def test_arrows_lead_from_the_prefill_to_the_handover_and_to_every_worker() -> N
 
 
 def test_where_clocks_contradict_no_arrow_leads_back_in_time() -> None:
-    simulation = Simulation()
-    producer, consumer = simulation.engine("p"), simulation.engine("d")
+    simulation, producer, consumer = engine_pair()
     for number, ahead_ns in enumerate((0, 400 * MS)):
         producer.scheduler.ahead_ns = ahead_ns
         simulation.handover(
             producer, consumer, number * 1000 * MS, decode_request=f"s{number}"
         )
-    found = matched(simulation)
-    clocks = compare(found)
-    tracks = slices_of(traced([make_timeline(handover, clocks) for handover in found]))
+    tracks = slices_of(traced(simulation.timelines()))
     loads = {
         request: event.get("flow_in")
         for request, *_, event in tracks["d: loads of tp0"]

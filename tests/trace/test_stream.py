@@ -14,9 +14,8 @@ from kvferry.trace.events import (
     TracedLease,
 )
 from kvferry.trace.summary import durations
-from kvferry.trace.timeline import Timeline, make_timeline
-from tests.trace.simulated import BEGIN_NS, MS, Simulation, Times
-from tests.trace.test_matching import matched
+from kvferry.trace.timeline import Timeline
+from tests.trace.simulated import BEGIN_NS, MS, Simulation, Times, engine_pair
 from tests.trace.test_perfetto import slices_of, traced
 
 TIMES = Times(
@@ -28,14 +27,8 @@ def streamed(steps: int = 4, **how: Any) -> Timeline:
     simulation = Simulation()
     engines = simulation.engine("p"), simulation.engine("d", **how)
     simulation.handover(*engines, times=TIMES, steps=steps)
-    (timeline,) = timelines(simulation)
+    (timeline,) = simulation.timelines()
     return timeline
-
-
-def timelines(simulation: Simulation) -> list[Timeline]:
-    found = matched(simulation)
-    clocks = compare(found)
-    return [make_timeline(handover, clocks) for handover in found]
 
 
 def test_each_read_begins_at_the_end_of_the_step_whose_tokens_it_reads() -> None:
@@ -87,13 +80,12 @@ def test_params_that_come_before_the_end_of_the_prefill_do_not_shift_clocks(
         simulation.engine("d", ahead_ns=ahead_ns),
     )
     simulation.handover(producer, consumer, times=TIMES, steps=8)
-    clocks = compare(matched(simulation))
+    clocks = compare(simulation.handovers())
     assert list(clocks.ahead_ns.values()) == producer_ns
 
 
 def test_events_of_a_damaged_recording_are_shown_as_far_as_they_make_sense() -> None:
-    simulation = Simulation()
-    producer, consumer = simulation.engine("p"), simulation.engine("d")
+    simulation, producer, consumer = engine_pair()
     lease = simulation.handover(producer, consumer, times=TIMES, steps=8)
     events = producer.scheduler.events
     events.append(PrefillStep(at_ns=BEGIN_NS + 10**12, lease=lease, tokens=2**40))
@@ -108,7 +100,7 @@ def test_events_of_a_damaged_recording_are_shown_as_far_as_they_make_sense() -> 
     )
     damaged = msgspec.structs.replace(load, early_bytes=2**60, chunks=backwards)
     consumer.workers[0].events[:] = [damaged]
-    (timeline,) = timelines(simulation)
+    (timeline,) = simulation.timelines()
     computed = [512 * step for step in range(1, 9)]
     assert [step.stop_token for step in timeline.steps] == [0, *computed, 2**40]
     spans = (*timeline.steps, *timeline.workers[0].chunks)

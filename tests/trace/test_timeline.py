@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.trace.clocks import Clocks
 from kvferry.trace.events import (
     DecodeArrived,
     Finished,
@@ -20,9 +19,7 @@ from kvferry.trace.events import (
 )
 from kvferry.trace.reading import read_recording
 from kvferry.trace.summary import durations, summarize
-from kvferry.trace.timeline import Timeline, make_timeline
-from tests.trace.simulated import MS, STAGES, Simulation, Times
-from tests.trace.test_matching import matched, processes
+from tests.trace.simulated import MS, STAGES, Simulation, Times, engine_pair
 
 LENGTH = st.integers(0, 10**10)
 TIMES = st.builds(
@@ -41,10 +38,6 @@ TIMES = st.builds(
 )
 
 
-def timelines(simulation: Simulation) -> list[Timeline]:
-    return [make_timeline(one, Clocks()) for one in matched(simulation)]
-
-
 def lasted(spans: object) -> list[tuple[str, int]]:
     return [(span.phase, span.lasted_ns) for span in spans]  # type: ignore[attr-defined]
 
@@ -57,7 +50,7 @@ def test_every_phase_is_as_long_as_it_truly_was_and_follows_the_one_before(
     simulation.handover(
         simulation.engine("p"), simulation.engine("d", workers=3), times=times
     )
-    (one,) = timelines(simulation)
+    (one,) = simulation.timelines()
     ends = [sum(times.of_worker(number).values()) for number in range(3)]
     assert one.last is not None
     last = times.of_worker(
@@ -108,7 +101,7 @@ def test_bytes_per_second_are_of_the_time_in_which_anybody_read() -> None:
         tokens=1000,
         token_bytes=8000,
     )
-    (one,) = timelines(simulation)
+    (one,) = simulation.timelines()
     assert one.bytes == 8_000_000
     assert one.gb_s == pytest.approx(1.0)
 
@@ -192,15 +185,13 @@ class Recorded:
 def test_what_became_of_a_handover_follows_from_what_was_recorded_of_it(
     case: Recorded,
 ) -> None:
-    simulation = Simulation()
-    producer, consumer = simulation.engine("p"), simulation.engine("d")
+    simulation, producer, consumer = engine_pair()
     simulation.handover(producer, consumer, **case.how)  # type: ignore[arg-type]
-    events = consumer.scheduler.events
-    events[:] = [event for event in events if not isinstance(event, case.without)]
+    consumer.scheduler.forget(*case.without)
     for name, process in (("p", producer.scheduler), ("tp0", consumer.workers[0])):
         if case.silent == name:
             process.events.clear()
-    (one,) = timelines(simulation)
+    (one,) = simulation.timelines()
     assert (one.outcome, one.missing, one.lasted_ns is not None) == (
         case.outcome,
         case.missing,
@@ -223,35 +214,33 @@ def test_without_a_consumer_the_lease_says_whether_there_was_one(
     simulation.handover(
         simulation.engine("p"), None, times=Times(kept=480_000 * MS), how=how
     )
-    (one,) = timelines(simulation)
+    (one,) = simulation.timelines()
     assert (one.outcome, one.missing, one.lasted_ns) == (outcome, missing, None)
     assert one.held is not None
     assert one.held.lasted_ns == 480_000 * MS
 
 
 def test_a_prefix_begins_when_engines_are_asked_for_it_and_has_no_router() -> None:
-    simulation = Simulation()
-    consumer = simulation.engine("d")
-    simulation.handover(simulation.engine("p"), consumer)
+    simulation, producer, consumer = engine_pair()
+    simulation.handover(producer, consumer)
     events = consumer.scheduler.events
     (arrived,) = (event for event in events if isinstance(event, DecodeArrived))
     asked_ns = arrived.at_ns - MS
     asked = PrefixAsked(at_ns=asked_ns, request=arrived.request, tokens=64, sources=2)
     events.append(asked)
-    (one,) = timelines(simulation)
+    (one,) = simulation.timelines()
     assert lasted(one.path[:2]) == [("prefix_query", MS), ("decode_queue", MS)]
     assert (one.zero_ns, "router" in dict(lasted(one.path))) == (asked_ns, False)
 
 
 def test_a_load_may_be_reported_after_the_end_of_its_request() -> None:
-    simulation = Simulation()
-    consumer = simulation.engine("d")
-    simulation.handover(simulation.engine("p"), consumer, reason="handshake")
+    simulation, producer, consumer = engine_pair()
+    simulation.handover(producer, consumer, reason="handshake")
     events = consumer.scheduler.events
     (reported,) = (event for event in events if isinstance(event, LoadReported))
-    events[:] = [event for event in events if not isinstance(event, Finished)]
+    consumer.scheduler.forget(Finished)
     events.append(Finished(at_ns=reported.at_ns - 1, request=reported.request))
-    (one,) = timelines(simulation)
+    (one,) = simulation.timelines()
     assert one.outcome == "load failed (handshake)"
     assert len(one.workers) == 1
 
@@ -259,8 +248,7 @@ def test_a_load_may_be_reported_after_the_end_of_its_request() -> None:
 def test_the_slowest_handover_is_first_and_what_never_ended_is_last(
     tmp_path: Path,
 ) -> None:
-    simulation = Simulation()
-    producer, consumer = simulation.engine("p"), simulation.engine("d")
+    simulation, producer, consumer = engine_pair()
     for number, router in enumerate((5, 50, 20)):
         times = replace(Times(), router=router * MS)
         simulation.handover(
@@ -281,14 +269,13 @@ def test_the_slowest_handover_is_first_and_what_never_ended_is_last(
 
 
 def test_percentiles_are_by_nearest_rank() -> None:
-    simulation = Simulation()
-    producer, consumer = simulation.engine("p"), simulation.engine("d")
+    simulation, producer, consumer = engine_pair()
     for number in range(1, 201):
         simulation.handover(
             producer, consumer, 0, Times(router=number * MS), request=f"r{number}"
         )
     (router,) = (
-        one for one in durations(timelines(simulation)) if one.phase == "router"
+        one for one in durations(simulation.timelines()) if one.phase == "router"
     )
     assert (router.p50_ns, router.p99_ns, router.max_ns) == (
         100 * MS,
@@ -316,6 +303,6 @@ def test_a_request_is_found_by_a_part_of_any_of_its_ids(text: str, found: bool) 
         request="cmpl-abc",
         decode_request="decode-7",
     )
-    (one,) = matched(simulation)
+    (one,) = simulation.handovers()
     assert one.has_id(text) is found
-    assert len(processes(simulation)) == 4
+    assert len(simulation.read()) == 4

@@ -64,9 +64,9 @@ class Clocks:
     ahead_ns: dict[tuple[Clock, Clock], int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def shift_ns(self, clock: Clock, reference: Clock) -> int:
-        """What a time on this clock needs to be one on the reference."""
-        return -self.ahead_ns.get((clock, reference), 0)
+    def shift_ns(self, process: ProcessStarted, handover: Handover) -> int:
+        """What a time of this process needs to be one on the handover's reference."""
+        return -self.ahead_ns.get((clock_of(process), reference_of(handover)), 0)
 
 
 def clock_of(process: ProcessStarted) -> Clock:
@@ -89,16 +89,13 @@ def compare(handovers: Iterable[Handover]) -> Clocks:
     for handover in handovers:
         reference = reference_of(handover)
         for before, after in causes(handover):
-            if before.clock == after.clock:
-                continue
-            if after.clock == reference:
+            gap_ns = before.at_ns - after.at_ns
+            if after.clock == reference != before.clock:
                 pair = (before.clock, reference)
-                gap_ns = before.at_ns - after.at_ns
                 at_least[pair] = max(gap_ns, at_least.get(pair, -math.inf))
-            elif before.clock == reference:
+            elif before.clock == reference != after.clock:
                 pair = (after.clock, reference)
-                gap_ns = after.at_ns - before.at_ns
-                at_most[pair] = min(gap_ns, at_most.get(pair, math.inf))
+                at_most[pair] = min(-gap_ns, at_most.get(pair, math.inf))
             # Else a worker on another host than its scheduler precedes the producer, which bounds neither of them
             # by the reference.
     ahead_ns: dict[tuple[Clock, Clock], int] = {}
@@ -110,19 +107,17 @@ def compare(handovers: Iterable[Handover]) -> Clocks:
         if least_ns > most_ns:
             by_ns = least_ns - most_ns
             why = "one was set meanwhile, and nothing is shifted between them"
-            notes.append(
-                (by_ns, f"{clocks} contradict themselves by {_ms(by_ns)}: {why}")
-            )
+            note = f"{clocks} contradict themselves by {_ms(by_ns)}: {why}"
+            notes.append((by_ns, note))
         elif least_ns > 0 or most_ns < 0:
             # Only what the order of events forces is shifted: a difference within the bounds cannot be seen.
             nearest_ns = min(max(0, least_ns), most_ns)
             ahead_ns[pair] = int(nearest_ns)
             farthest_ns = max(abs(least_ns), abs(most_ns))
-            at_most_by = ""
+            note = f"{clocks} differ by at least {_ms(abs(nearest_ns))}"
             if farthest_ns != math.inf:
-                at_most_by = f" and at most {_ms(farthest_ns)}"
-            differ = f"{clocks} differ by at least {_ms(abs(nearest_ns))}{at_most_by}: shifted"
-            notes.append((abs(nearest_ns), differ))
+                note += f" and at most {_ms(farthest_ns)}"
+            notes.append((abs(nearest_ns), f"{note}: shifted"))
     notes.sort(reverse=True)
     return Clocks(ahead_ns, tuple(note for _, note in notes))
 
@@ -134,40 +129,35 @@ def _ms(nanoseconds: float) -> str:
 def causes(handover: Handover) -> Iterator[tuple[Moment, Moment]]:
     """Pairs of moments of which the first must precede the second."""
     arrival = handover.get(DecodeArrived)
-    given = moment(handover, ParamsGiven)
+    lease_end = handover.get(LeaseOver)
+    report = handover.get(LoadReported)
+    given = _moment(handover, ParamsGiven)
     if arrival is not None and arrival.is_early:
         # Its ticket came before the prompt was computed, and after it had a lease.
-        given = moment(handover, PrefillScheduled)
-    arrived = moment(handover, DecodeArrived)
-    ordered = moment(handover, LoadOrdered)
-
+        given = _moment(handover, PrefillScheduled)
+    ordered = _moment(handover, LoadOrdered)
     # The end of a lease follows its reads only if it was ended by them.
     over = None
-    lease_end = handover.get(LeaseOver)
     if lease_end is not None and lease_end.how == READ_BY_ALL:
-        over = moment(handover, LeaseOver)
+        over = _moment(handover, LeaseOver)
     # A bad report does not follow all loads: some were given up, and end later.
     reported = None
-    report = handover.get(LoadReported)
     if report is not None and report.good:
-        reported = moment(handover, LoadReported)
-
-    pairs = [(given, arrived), (ordered, over)]
+        reported = _moment(handover, LoadReported)
+    pairs = [(given, _moment(handover, DecodeArrived)), (ordered, over)]
     for load in handover.loads:
         clock = clock_of(load.process)
-        begun = Moment(clock, load.begun_ns)
         ended = Moment(clock, load.ended_ns)
-        pairs += [(ordered, begun), (ended, reported), (ended, over)]
+        pairs.append((ordered, Moment(clock, load.begun_ns)))
+        pairs += [(ended, reported), (ended, over)]
     for before, after in pairs:
         if before is not None and after is not None:
             yield before, after
 
 
-def moment(handover: Handover, kind: type[RequestEvent]) -> Moment | None:
+def _moment(handover: Handover, kind: type[RequestEvent]) -> Moment | None:
     """When the event of a type was recorded; None if it was not."""
-    for half in (handover.prefill, handover.decode):
-        if half is None:
-            continue
+    for half in handover.halves:
         event = half.get(kind)
         if event is not None:
             return Moment(clock_of(half.process), event.at_ns)

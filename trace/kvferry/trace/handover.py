@@ -116,11 +116,14 @@ class Handover:
     loads: tuple[LoadTrace, ...] = ()
     steps: tuple[PrefillStep, ...] = ()
 
+    @property
+    def halves(self) -> list[Half]:
+        """Those that were recorded."""
+        return [half for half in (self.prefill, self.decode) if half is not None]
+
     def get(self, kind: type[EventT]) -> EventT | None:
         """The event of a type, which only one half can have; None if it was not recorded."""
-        for half in (self.prefill, self.decode):
-            if half is None:
-                continue
+        for half in self.halves:
             event = half.get(kind)
             if event is not None:
                 return event

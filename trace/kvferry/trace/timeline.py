@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvferry.trace.clocks import Clocks, clock_of, reference_of
+from kvferry.trace.clocks import Clocks
 from kvferry.trace.events import (
     DecodeArrived,
     DecodeScheduled,
@@ -252,12 +252,9 @@ def make_timeline(handover: Handover, clocks: Clocks) -> Timeline:
 
 
 def _times_of(handover: Handover, clocks: Clocks) -> _Times:
-    reference = reference_of(handover)
     times: _Times = {}
-    for half in (handover.prefill, handover.decode):
-        if half is None:
-            continue
-        shift_ns = clocks.shift_ns(clock_of(half.process), reference)
+    for half in handover.halves:
+        shift_ns = clocks.shift_ns(half.process, handover)
         for kind, event in half.events.items():
             times[kind] = event.at_ns + shift_ns
     is_unusable = DecodeArrived not in times and LoadOrdered not in times
@@ -276,8 +273,7 @@ def _steps(handover: Handover, clocks: Clocks, given: int | None) -> tuple[Span,
     """A step ends where the next one begins, the last one with the prompt."""
     if handover.prefill is None or not handover.steps:
         return ()
-    clock = clock_of(handover.prefill.process)
-    shift_ns = clocks.shift_ns(clock, reference_of(handover))
+    shift_ns = clocks.shift_ns(handover.prefill.process, handover)
     begins = [step.at_ns + shift_ns for step in handover.steps]
     # Where the prompt's end was not recorded, the last step has no length.
     ends = [*begins[1:], begins[-1]]
@@ -291,27 +287,20 @@ def _steps(handover: Handover, clocks: Clocks, given: int | None) -> tuple[Span,
 
 def _workers(handover: Handover, clocks: Clocks) -> tuple[WorkerSpans, ...]:
     """The loads of all workers, in the order of their places."""
-    reference = reference_of(handover)
     workers = []
     for load in sorted(handover.loads, key=lambda load: _by_place(load.process)):
-        shift_ns = clocks.shift_ns(clock_of(load.process), reference)
-        workers.append(_worker(load, shift_ns))
+        shift_ns = clocks.shift_ns(load.process, handover)
+        stages = []
+        for stage in load.ended.stages:
+            stages.append(_span(stage.stage, stage.begun_ns, stage.ended_ns, shift_ns))
+        if not stages:
+            stages.append(_span(Phase.LOAD, load.begun_ns, load.ended_ns, shift_ns))
+        chunks = []
+        for chunk in load.ended.chunks:
+            read = (chunk.begun_ns, chunk.ended_ns, shift_ns, chunk.stop_token)
+            chunks.append(_span(Phase.CHUNK_READ, *read))
+        workers.append(WorkerSpans(load, tuple(stages), tuple(chunks)))
     return tuple(workers)
-
-
-def _worker(load: LoadTrace, shift_ns: int) -> WorkerSpans:
-    spans = []
-    for stage in load.ended.stages:
-        spans.append(_span(stage.stage, stage.begun_ns, stage.ended_ns, shift_ns))
-    if not spans:
-        spans.append(
-            Span(Phase.LOAD, load.begun_ns + shift_ns, load.ended_ns + shift_ns)
-        )
-    chunks = []
-    for chunk in load.ended.chunks:
-        read = (chunk.begun_ns, chunk.ended_ns, shift_ns, chunk.stop_token)
-        chunks.append(_span(Phase.CHUNK_READ, *read))
-    return WorkerSpans(load, tuple(spans), tuple(chunks))
 
 
 def _by_place(process: ProcessStarted) -> tuple[object, ...]:
