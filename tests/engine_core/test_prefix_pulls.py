@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.digests import CHUNK_TOKENS
-from kvferry.worker.loads.reading import DataReads, LeaseFence
+from kvferry.worker.loads.load import DataReads, LeaseFence
 from tests.connector.test_adapters import adapter
 from tests.connector.test_adapters import request as lora
 from tests.engine_core.prefixes import LONG, compute, side_of

@@ -23,7 +23,7 @@ GUARDS = (
         "fence-after",
         "the slot is read again after the data",
         (1, 2, 9),
-        "kvferry.worker.loads.reading:LeaseFence.check_after",
+        "kvferry.worker.loads.load:LeaseFence.check_after",
         switches.no_steps,
         (
             f"{_ENGINES}/test_fence.py::test_a_load_whose_blocks_were_given_away_during_the_read_is_never_good[nixl]",
@@ -35,7 +35,7 @@ GUARDS = (
         "fence-before",
         "the slot is read before the data",
         (2, 9),
-        "kvferry.worker.loads.reading:LeaseFence.wait_until_ready",
+        "kvferry.worker.loads.load:LeaseFence.wait_until_ready",
         switches.no_steps,
         (
             f"{_ENGINES}/test_fence.py::test_a_lease_that_ended_before_the_read_is_not_read_from",
@@ -46,7 +46,7 @@ GUARDS = (
         "fence-ready",
         "only READY is good after the data",
         (1,),
-        "kvferry.worker.loads.reading:LeaseFence.check_after",
+        "kvferry.worker.loads.load:LeaseFence.check_after",
         switches.computing_will_do,
         (
             f"{_ENGINES}/test_fence.py::test_a_lease_that_computes_again_after_the_read_is_no_good_either",

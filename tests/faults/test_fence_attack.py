@@ -12,7 +12,7 @@ import itertools
 import pytest
 
 from kvferry.scheduler.producer.ledger import PublishedStreams
-from kvferry.worker.loads.reading import LeaseFence
+from kvferry.worker.loads.load import LeaseFence
 from tests.faults.fence_attack import (
     PLACINGS,
     PROMPTS,

@@ -25,7 +25,7 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill, read_params
 from kvferry.protocol.slots import SlotState, epoch_from_text, slot_word
 from kvferry.worker.fabric.nixl import NixlFabric, load_bindings
-from kvferry.worker.loads.reading import MappedReads
+from kvferry.worker.loads.mapped_reads import MappedReads
 from kvferry.worker.loads.state import LoadState
 from kvferry.worker.peers import mapped_route
 from kvferry.worker.peers.mapped_route import MappedRoute

@@ -27,7 +27,8 @@ from kvferry.worker.fabric.port import (
     TransferState,
     TransferTelemetry,
 )
-from kvferry.worker.loads.reading import DataReads, LoadContext, MappedReads
+from kvferry.worker.loads.load import DataReads
+from kvferry.worker.loads.mapped_reads import MappedReads
 from kvferry.worker.peers import mapped_route
 from kvferry.worker.peers.mapped_route import MappedRoute
 from tests.harness.fault_fabric import FaultFabric
@@ -64,15 +65,17 @@ class _Held(Transfer):
 def holding_copies() -> Iterator[None]:
     """Copies from mapped memory, of which the fabric knows nothing, are held up like the data reads of a fabric with a
     gate; each is unit by unit meanwhile, so that a share of them is at once."""
-    make = DataReads.__init__
+    read = DataReads.steps
     steps = MappedReads.steps
     launch_bytes = mapped_route.LAUNCH_BYTES
     gates: WeakKeyDictionary[MappedReads, GateFabric] = WeakKeyDictionary()
 
-    def made(data: DataReads, context: LoadContext, *parts: Any) -> None:
-        make(data, context, *parts)
-        if isinstance(context.reader.fabric, GateFabric):
-            gates[data.mapped] = context.reader.fabric
+    def read_by_gate(data: DataReads, *what: Any) -> Any:
+        if data.mapped is None:
+            data.mapped = MappedReads(data.record)
+        if isinstance(data.context.reader.fabric, GateFabric):
+            gates[data.mapped] = data.context.reader.fabric
+        return read(data, *what)
 
     def held_steps(
         reads: MappedReads,
@@ -94,12 +97,12 @@ def holding_copies() -> Iterator[None]:
         yield from copying
 
     mapped_route.LAUNCH_BYTES = 1
-    DataReads.__init__ = made  # type: ignore[method-assign, assignment]
+    DataReads.steps = read_by_gate  # type: ignore[method-assign]
     MappedReads.steps = held_steps  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        DataReads.__init__ = make  # type: ignore[method-assign]
+        DataReads.steps = read  # type: ignore[method-assign]
         mapped_route.LAUNCH_BYTES = launch_bytes
         MappedReads.steps = steps  # type: ignore[method-assign]
 

@@ -12,8 +12,7 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.loads import runner as load_runner
-from kvferry.worker.loads.load import Load
-from kvferry.worker.loads.reading import LoadContext
+from kvferry.worker.loads.load import Load, LoadContext
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.slot_watch import Steps

@@ -19,11 +19,13 @@ from kvferry.protocol.slots import (
     progress_word,
     slot_word,
 )
-from kvferry.worker.fabric.reads import EntryRead
+from kvferry.worker.fabric.reads import (
+    EntryRead,
+    LeaseReads,
+    RemoteEntries,
+    SlotWords,
+)
 from kvferry.worker.loads import state as load_state
-from kvferry.worker.loads.reading import LeaseReads
-from kvferry.worker.loads.slot_watch import SlotWords
-from kvferry.worker.peers.peer import PreparedRows
 from tests.harness.exported import rows_of, slots_of
 from tests.harness.integrity import check_worker
 from tests.harness.rig import Rig
@@ -104,15 +106,15 @@ def test_a_producer_that_names_new_epochs_for_ever_does_not_keep_the_transfer_th
     row = stream.prefill.params.kvferry.stream_row
     slots = slots_of(stream.producer.worker)
     header, word = rows.headers[row].copy(), int(slots.words[slot])
-    read_headers = LeaseReads.headers
+    read_words = LeaseReads.words
 
     def named_anew(
-        reads: LeaseReads, peer_rows: Sequence[PreparedRows], number: int
+        reads: LeaseReads, sources: Sequence[RemoteEntries], index: int
     ) -> Generator[None, None, SlotWords]:
         rows.headers[row, 1] = header_word(new_epoch())
-        return (yield from read_headers(reads, peer_rows, number))
+        return (yield from read_words(reads, sources, index))
 
-    monkeypatch.setattr(LeaseReads, "headers", named_anew)
+    monkeypatch.setattr(LeaseReads, "words", named_anew)
     stream.consumer.set_timeouts(load_s=0.3)
     slots.words[slot] = slot_word(new_epoch(), SlotState.READY)
     assert stream.over() is FailureReason.DEADLINE

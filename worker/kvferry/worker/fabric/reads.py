@@ -1,5 +1,5 @@
-"""Reads, from their post until they can write nothing more, the entries in which small ones land, and the release of
-handles.
+"""Reads, from their post until they can write nothing more, the entries in which small ones land, what a load reads of
+its lease with them, and the release of handles.
 
 When a read is over for certain:
 
@@ -275,6 +275,9 @@ class EntriesSnapshot:
         return self.count - len(self.free)
 
 
+SlotWords: TypeAlias = tuple[tuple[int, int], ...]
+"""The two words of a slot on every producer worker that a load reads from, in the order of the peer's routes."""
+
 Address: TypeAlias = tuple[str, int]
 """Where an engine listens: its host and port. Its boots share what one peer may take."""
 
@@ -459,3 +462,123 @@ class EntryRead:
             )
             first += count
         return np.stack(columns, axis=1)
+
+
+_PAGES_AT_ONCE = 8
+"""Most pages that one read takes. The pages of the worker are shared by all its loads."""
+
+
+@dataclass(slots=True, eq=False)
+class LeaseReads:
+    """Reads of what the producer's workers say of one lease: its slot and, of a prompt that is being computed, the
+    header of its row and its block ids. Each read ends, and is given back, before the next one begins.
+
+    Attributes:
+        reads: the load's, which settles them.
+        peer: the producer's address, for the fairness of entries and pages.
+        entries: where slots and headers are read to; kept from one read to the next.
+        pages: where ids are read to.
+        waits_for: of which there are too few now.
+    """
+
+    reads: Reads
+    slot_reads: SlotReads
+    id_pages: IdPages
+    peer: Address
+    entries: tuple[int, ...] = ()
+    pages: tuple[int, ...] = ()
+    waits_for: EntryBuffer | None = None
+
+    def give_back(self) -> None:
+        """Give the memory back. Call it when none of the load's reads can write any more."""
+        self.slot_reads.give_back(self.entries, self.peer)
+        self.id_pages.give_back(self.pages, self.peer)
+        self.entries = ()
+        self.pages = ()
+
+    @property
+    def queue_moves(self) -> int:
+        """While it waits for entries or pages: grows when others give some back."""
+        if self.waits_for is None:
+            return 0
+        return self.waits_for.given_back
+
+    def words(
+        self, sources: Sequence[RemoteEntries], index: int
+    ) -> Generator[None, None, SlotWords]:
+        """Read the two words of the same entry of each of these: a slot, or the header of a row.
+
+        Raises:
+            FabricError: a read failed.
+        """
+        # Where all are mapped, which is usual within a host, without an `EntryRead`: its arrays take ten times as long
+        # as the two loads, twice in every load.
+        mapped_words: list[tuple[int, int]] = []
+        for source in sources:
+            if source.mapped is not None:
+                first, second = source.mapped[index].tolist()
+                mapped_words.append((first, second))
+        num_read = len(sources) - len(mapped_words)
+        if not num_read:
+            return tuple(mapped_words)
+        if not self.entries:
+            self.entries = yield from self._take(self.slot_reads, num_read)
+        wanted = np.array([index], dtype=np.int32)
+        read = EntryRead(sources, wanted, self.slot_reads, self.entries)
+        yield from self._finish(read)
+        words: list[tuple[int, int]] = []
+        for state, progress in read.values()[0].tolist():
+            words.append((state, progress))
+        return tuple(words)
+
+    def ids(
+        self, source: RemoteEntries, first_page: int, pages: Sequence[int]
+    ) -> Generator[None, None, dict[int, np.ndarray]]:
+        """Read pages of a row's ids: uint32 `[PAGE_IDS]` by page.
+
+        Args:
+            source: the pages of all rows of one producer worker; those of this row begin with `first_page`.
+
+        Raises:
+            FabricError: a read failed.
+        """
+        ids: dict[int, np.ndarray] = {}
+        for first in range(0, len(pages), _PAGES_AT_ONCE):
+            part = pages[first : first + _PAGES_AT_ONCE]
+            wanted = np.array([first_page + page for page in part], dtype=np.int32)
+            # In `self.pages` before anything is posted: the read may fail, and they must not be lost.
+            needed = entries_needed([source], len(part))
+            self.pages = yield from self._take(self.id_pages, needed)
+            read = EntryRead([source], wanted, self.id_pages, self.pages)
+            yield from self._finish(read)
+            ids.update(zip(part, read.values()[:, 0], strict=True))
+            self.id_pages.give_back(self.pages, self.peer)
+            self.pages = ()
+        return ids
+
+    def post_slot(self, slots: RemoteEntries, slot: int) -> None:
+        """Read the slot on one producer worker, for nothing. Mapped ones are not read, nor is any before the first
+        `words` or after `give_back`."""
+        if self.entries and slots.mapped is None:
+            wanted = np.array([slot], dtype=np.int32)
+            read = EntryRead([slots], wanted, self.slot_reads, self.entries[:1])
+            read.post(self.reads)
+
+    def _take(
+        self, buffer: EntryBuffer, count: int
+    ) -> Generator[None, None, tuple[int, ...]]:
+        """Take entries of a buffer, when there are enough."""
+        taken = buffer.try_take(count, self.peer)
+        while taken is None:
+            self.waits_for = buffer
+            yield
+            taken = buffer.try_take(count, self.peer)
+        self.waits_for = None
+        return taken
+
+    def _finish(self, read: EntryRead) -> Generator[None, None, None]:
+        """Post a read, wait until it has ended, and give its transfers back."""
+        read.post(self.reads)
+        yield from self.reads.until_done(read.transfers)
+        for transfer in read.transfers:
+            self.reads.finished(transfer)

@@ -4,6 +4,10 @@
     peer       params      the blocks' last      whole or streamed
                            owner is done
 
+The slot of its lease is its fence (`LeaseFence`). Between two readings of it come the data (`DataReads`): into the
+request's blocks, through the staging pool, or from the producer's mapped memory. A `Load` has one `Reading`, which puts
+these in order: of a whole prompt at once (`WholeRead`), or part by part while it is computed (`streamed_read.py`).
+
 The steps are generators: a `yield` means that there is nothing to do at present. Nothing waits and nothing sleeps: the
 transfer thread resumes every load in turn. Whatever happens to the generator, everything that may still write into the
 request's blocks is in `reads`, `data` and `zeroed` of the `Load`, and `settle` asks these alone.
@@ -12,39 +16,379 @@ request's blocks is in `reads`, `data` and `zeroed` of the `Load`, and `settle` 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
+from kvferry.plan.blocks import RequestBlocks, UnitPairs, descriptor_pairs, pair_request
+from kvferry.plan.tokens import TokenMap
+from kvferry.plan.waves import SourceUnits, source_units
 from kvferry.protocol.errors import InvalidParams
+from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.ids import Epoch
 from kvferry.protocol.orders import FailureReason, LoadOrder
-from kvferry.protocol.params import check_params_mac
+from kvferry.protocol.params import RemotePrefill, check_params_mac
 from kvferry.protocol.slots import (
     Done,
+    SlotState,
     encode_notification,
     epoch_from_text,
     epoch_to_text,
+    slot_word,
 )
+from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import DeviceMark
-from kvferry.worker.fabric.errors import FabricError, internal_errors
-from kvferry.worker.fabric.reads import Reads
-from kvferry.worker.loads.reading import (
-    DataReads,
-    LeaseFence,
+from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
+from kvferry.worker.fabric.port import Transfer
+from kvferry.worker.fabric.reads import (
+    FabricReader,
+    IdPages,
     LeaseReads,
-    LoadContext,
-    LoadParts,
-    MappedReads,
-    Reading,
-    WholeRead,
+    Reads,
+    SlotReads,
+    SlotWords,
 )
+from kvferry.worker.loads.mapped_reads import MappedReads
 from kvferry.worker.loads.results import LoadRecord, LoadStory, Stage
 from kvferry.worker.loads.slot_watch import Steps, Wait
 from kvferry.worker.loads.state import Deadline, LoadFailed, LoadState, Progress
-from kvferry.worker.loads.streamed_read import StreamedRead
-from kvferry.worker.peers.peer import Peer
-from kvferry.worker.peers.registry import Unavailable
+from kvferry.worker.loads.tail_zeroing import TailZeroing
+from kvferry.worker.peers.peer import Peer, PeerKey
+from kvferry.worker.peers.registry import PeerRegistry, Unavailable
+from kvferry.worker.staging.buffer import PreparedSource, Staging
 from kvferry.worker.staging.pool import Wave
+from kvferry.worker.staging.staged_reads import StagedReads
+
+
+@dataclass(frozen=True, slots=True)
+class LoadContext:
+    """The parts of a worker that its loads share.
+
+    Attributes:
+        groups: this engine's cache groups.
+        worker: this worker's index in its engine.
+    """
+
+    reader: FabricReader
+    registry: PeerRegistry
+    slot_reads: SlotReads
+    id_pages: IdPages
+    staging: Staging | None
+    caches: KvCaches
+    tail_zeroing: TailZeroing
+    groups: tuple[CacheGroup, ...]
+    worker: int
+
+
+@dataclass(slots=True, eq=False)
+class LeaseFence:
+    """The slot of one load's lease, read before the data and after it on every producer worker that is read from.
+
+    A producer changes the slot before it gives a block away. So data that was read between two readings of READY under
+    the same epoch is what the lease promised, however long the read took and whatever else was written meanwhile.
+
+    Attributes:
+        source: the params that name the lease.
+        lease_reads: read the slot.
+        progress: of the load.
+        epoch: that the lease must have after the data. A streamed read changes it when the producer has preempted the
+            prompt.
+        opens_until_s: until when the producer may open the slot, on the monotonic clock.
+        read_s: when the reading of the slot began that the last words are from: they are at least as new.
+    """
+
+    source: RemotePrefill
+    lease_reads: LeaseReads
+    progress: Progress
+    epoch: Epoch
+    opens_until_s: float
+    read_s: float = -math.inf
+
+    def wait_until_ready(self, peer: Peer) -> Steps:
+        """The fence before the data: wait until the slot is READY on every producer worker.
+
+        Raises:
+            LoadFailed: the lease has ended.
+            FabricError: the slot cannot be read.
+        """
+        may_be_unopened = True
+        words = yield from self.read_slot(peer)
+        while not self.is_ready(words):
+            ready = slot_word(self.epoch, SlotState.READY)
+            computing = slot_word(self.epoch, SlotState.COMPUTING)
+            is_open = all(state in (ready, computing) for state, _ in words)
+            if is_open:
+                # It was open: from now on any other word says that the lease has ended.
+                may_be_unopened = False
+                words = yield from self.wait_for_change(peer, words, math.inf)
+                continue
+            # Both legs of a request may arrive at once, so the slot may not be open yet. The time is judged by when
+            # the reading began: a slot that opened while this process stood still is found open.
+            if not may_be_unopened or self.read_s >= self.opens_until_s:
+                raise LoadFailed(
+                    FailureReason.FENCE, "the lease had ended before the read"
+                )
+            words = yield from self.wait_for_change(peer, words, self.opens_until_s)
+
+    def check_after(self, peer: Peer) -> Steps:
+        """The fence after the data: only READY on every producer worker is good.
+
+        Raises:
+            LoadFailed: the lease has ended, so the blocks may have been given away during the read.
+            FabricError: the slot cannot be read.
+        """
+        words = yield from self.read_slot(peer)
+        if not self.is_ready(words):
+            raise LoadFailed(FailureReason.FENCE, "the lease had ended after the read")
+
+    def is_ready(self, words: SlotWords) -> bool:
+        """Whether every producer worker says READY under the epoch of this load."""
+        ready = slot_word(self.epoch, SlotState.READY)
+        return all(state == ready for state, _ in words)
+
+    def read_slot(self, peer: Peer) -> Generator[None, None, SlotWords]:
+        """Read the slot's words now.
+
+        Raises:
+            FabricError: the slot cannot be read, or the words say nothing of the data.
+        """
+        self.progress.turn = peer.data_reads.entered
+        self.read_s = time.monotonic()
+        slot = self.source.kvferry.lease_slot
+        words = yield from self.lease_reads.words(peer.slots, slot)
+        # The words lie in a file, and stay as they are when the process dies. Mapped memory of a device need not.
+        if peer.mapped_routes and peer.may_be_freed():
+            raise PeerLost("read a slot", "its process has ended", str(peer.key))
+        return words
+
+    def wait_for_change(
+        self, peer: Peer, words: SlotWords, until_s: float
+    ) -> Generator[Wait | None, None, SlotWords]:
+        """Park until the slot's words are others than these, or until a time. Returns the words."""
+        wait = Wait(
+            peer=peer,
+            slot=self.source.kvferry.lease_slot,
+            words=words,
+            epoch=self.epoch,
+            num_tokens=self.source.remote_num_tokens,
+            until_s=until_s,
+        )
+        # A parked load holds nothing: thousands of them may wait for one slow producer, and the watch has entries of
+        # its own.
+        self.lease_reads.give_back()
+        self.progress.turn = peer.data_reads.entered
+        yield wait
+        if wait.error is not None:
+            raise wait.error
+        self.read_s = wait.read_s
+        if wait.words != words:
+            self.progress.changes += 1
+        return wait.words
+
+
+_BEFORE_DATA = (Stage.QUEUED, Stage.CONNECTING, Stage.FENCE)
+
+
+@dataclass(slots=True, eq=False)
+class DataReads:
+    """The data reads of one load. Everything of it that may still write into the request's blocks is in `reads` and in
+    the waves of the pool at any moment, whatever happens to its steps.
+
+    Attributes:
+        reads: the load's, which settles them.
+        record: of the load; its planned bytes and its stages are noted here.
+        progress: of the load.
+        mapped: copies from the producer's mapped memory; None before any does.
+        staged: reads what goes through the pool; None before any does.
+    """
+
+    context: LoadContext
+    reads: Reads
+    record: LoadRecord
+    progress: Progress
+    mapped: MappedReads | None = None
+    staged: StagedReads | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was to be read into the request's blocks. Before that the load's reads write only into
+        entries and pages of the worker, so the blocks are safe whatever is in flight."""
+        return self.record.stage not in _BEFORE_DATA
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether it waits for a part of the pool that it cannot get before a failed read has ended."""
+        return self.staged is not None and self.staged.lacks_room
+
+    @property
+    def waves(self) -> list[Wave]:
+        """The waves of the staging pool that it holds."""
+        if self.staged is None:
+            return []
+        return self.staged.waves()
+
+    @property
+    def copies_progress(self) -> int:
+        """Grows with every wave that begins, is read, or is in place, and with every launch from mapped memory."""
+        changes = 0
+        if self.staged is not None:
+            changes += self.staged.progress()
+        if self.mapped is not None:
+            changes += self.mapped.changes
+        return changes
+
+    def staged_transfers(self) -> int:
+        """Transfers into the pool that have not been given back."""
+        if self.staged is None:
+            return 0
+        return self.staged.transfers()
+
+    def settle_copies(self) -> bool:
+        """Give back the waves that are safe, and quarantine the others. Returns whether none is left, and nothing is
+        copied from mapped memory."""
+        has_no_waves = self.staged is None or self.staged.settle()
+        has_no_copies = self.mapped is None or self.mapped.settle()
+        return has_no_waves and has_no_copies
+
+    def steps(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
+        """Read these units; ends when every byte is in place.
+
+        Raises:
+            FabricError: a read failed; it and the others stay in `reads` until they are settled.
+        """
+        # The later parts of a streamed prompt find the load in READING, where it stays.
+        if self.record.stage is Stage.FENCE:
+            self.record.go_on(Stage.POSTING, time.monotonic())
+        self.progress.turn = peer.data_reads.entered
+        peer.data_reads.entered += 1
+        # The peer's queue is left however the load ends: closing its steps raises GeneratorExit here.
+        try:
+            # Direct reads are posted first, and are under way while the staged ones go wave by wave.
+            transfers = self._post(peer, units)
+            if self.record.stage is Stage.POSTING:
+                self.record.go_on(Stage.READING, time.monotonic())
+            if peer.mapped_routes:
+                # One for all parts of a streamed prompt: a launch of an earlier part may still write.
+                if self.mapped is None:
+                    self.mapped = MappedReads(self.record)
+                yield from self.mapped.steps(peer.mapped_routes, units)
+            if peer.sources:
+                yield from self._read_staged(peer, units)
+            yield from self.reads.until_done(transfers)
+            for transfer in transfers:
+                # Before the transfer is given back: NIXL forgets its telemetry with it.
+                self.record.count(self.context.reader.fabric.telemetry(transfer))
+                self.reads.finished(transfer)
+        finally:
+            peer.data_reads.ended += 1
+
+    def _post(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> list[Transfer]:
+        """Post the reads that go straight into the caches: one for each route with anything to read."""
+        transfers: list[Transfer] = []
+        for route in peer.routes:
+            prepared = route.table
+            if prepared is None:
+                continue
+            wanted = descriptor_pairs(prepared.table, units)
+            # Nothing of this table is wanted, such as a window's tensors in the first parts of a prompt.
+            if not len(wanted.local):
+                continue
+            transfer = self.reads.post(
+                prepared.local, wanted.local, prepared.remote, wanted.remote
+            )
+            transfers.append(transfer)
+            self.record.planned_bytes += wanted.num_bytes
+            self.record.planned_descriptors += len(wanted.local)
+        return transfers
+
+    def _read_staged(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
+        """Read the sources that the plan stages, wave by wave."""
+        staging = self.context.staging
+        if staging is None:
+            return
+        sources: list[tuple[PreparedSource, SourceUnits]] = []
+        for source in peer.sources:
+            staged = source.table.source
+            sources.append((source, source_units(staged, units[staged.tokens])))
+        # With the boot: what an engine's former life has left in quarantine is not this one's share of the pool.
+        peer_name = f"{peer.key}/{peer.key.boot}"
+        self.staged = StagedReads(self.context.reader, staging, self.record, peer_name)
+        yield from self.staged.steps(sources)
+
+
+Units: TypeAlias = dict[TokenMap, UnitPairs]
+"""The units of a request, by how their tokens are mapped."""
+
+ReadSteps: TypeAlias = Generator[Wait | None, None, Units]
+"""Steps that read, and return the units that they have read."""
+
+
+class Reading(Protocol):
+    """How a load reads from a peer."""
+
+    @property
+    def blocks(self) -> RequestBlocks:
+        """All that is loaded, once it is prepared."""
+
+    def prepare(self, peer: Peer) -> None:
+        """Check the params against the peer, before anything is read.
+
+        Raises:
+            InvalidParams: they do not fit.
+        """
+
+    def steps(self, peer: Peer) -> ReadSteps:
+        """Read everything; ends when the slot has said READY and every byte is in place.
+
+        Raises:
+            LoadFailed: the lease has ended.
+            InvalidParams: the producer's blocks do not fit.
+            FabricError: a read failed.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadParts:
+    """The parts of one load that its reading uses."""
+
+    order: LoadOrder
+    groups: tuple[CacheGroup, ...]
+    fence: LeaseFence
+    lease_reads: LeaseReads
+    data: DataReads
+    record: LoadRecord
+    progress: Progress
+
+
+@dataclass(slots=True, eq=False)
+class WholeRead:
+    """Reads a prompt when all of it is complete."""
+
+    parts: LoadParts
+    blocks: RequestBlocks = field(init=False)
+    units: Units = field(init=False)
+
+    def prepare(self, peer: Peer) -> None:
+        parts = self.parts
+        order = parts.order
+        self.blocks = RequestBlocks(
+            local=order.local_blocks,
+            remote=order.source.remote_block_ids,
+            first_token=order.first_token,
+            stop_token=order.stop_token,
+            num_tokens=order.source.remote_num_tokens,
+        )
+        # Not after the fence: pairing takes time that grows with the blocks, and the producer may not be ready yet.
+        self.units = pair_request(
+            peer.plan, parts.groups, peer.description.groups, self.blocks
+        )
+
+    def steps(self, peer: Peer) -> ReadSteps:
+        yield from self.parts.fence.wait_until_ready(peer)
+        yield from self.parts.data.steps(peer, self.units)
+        return self.units
 
 
 @dataclass(slots=True, eq=False)
@@ -55,11 +399,13 @@ class Load:
         mark: when it is reached, the device has finished everything that was launched before the blocks were given
             to this request.
         boot: this engine's, by which the producer counts reports.
-        record: all that metrics, traces and logs say of it.
+        ordered_s: when the worker had the order, on the monotonic clock.
         deadline: by which it must have progressed, and be over.
+        make_reading: makes its `reading`.
         state: changed by `LoadsByState` alone, like the three that follow.
         since_s: when it has entered its state, on the monotonic clock.
         wait: what it waits for while it is PARKED.
+        record: all that metrics, traces and logs say of it.
         story: its last events.
         peer: the peer it reads from, once connected.
         reads: the reads that may still write into the request's blocks, or into the memory of `lease_reads`.
@@ -74,11 +420,13 @@ class Load:
     mark: DeviceMark
     context: LoadContext
     boot: str
-    record: LoadRecord
+    ordered_s: float
     deadline: Deadline
+    make_reading: Callable[[LoadParts], Reading]
     state: LoadState = LoadState.WAITING
-    since_s: float = 0.0
+    since_s: float = field(init=False)
     wait: Wait | None = None
+    record: LoadRecord = field(init=False)
     story: LoadStory = field(init=False)
     peer: Peer | None = None
     reads: Reads = field(init=False)
@@ -94,7 +442,17 @@ class Load:
     def __post_init__(self) -> None:
         context = self.context
         source = self.order.source
-        self.since_s = self.record.ordered_s
+        self.since_s = self.ordered_s
+        self.record = LoadRecord(
+            request_id=self.order.request_id,
+            source=PeerKey(
+                host=source.remote_host,
+                port=source.remote_port,
+                engine_id=source.engine_id,
+                boot=source.kvferry.boot,
+            ),
+            ordered_s=self.ordered_s,
+        )
         self.story = LoadStory(self.record)
         self.reads = Reads(context.reader)
         self.lease_reads = LeaseReads(
@@ -108,11 +466,9 @@ class Load:
             self.lease_reads,
             self._progress,
             epoch=epoch_from_text(source.kvferry.lease_epoch),
-            opens_until_s=self.record.ordered_s + source.kvferry.opens_within_s,
+            opens_until_s=self.ordered_s + source.kvferry.opens_within_s,
         )
-        self.data = DataReads(
-            context, self.reads, self.record, self._progress, MappedReads(self.record)
-        )
+        self.data = DataReads(context, self.reads, self.record, self._progress)
         parts = LoadParts(
             order=self.order,
             groups=context.groups,
@@ -122,10 +478,7 @@ class Load:
             record=self.record,
             progress=self._progress,
         )
-        if source.kvferry.stream_row is None:
-            self.reading = WholeRead(parts)
-        else:
-            self.reading = StreamedRead(parts)
+        self.reading = self.make_reading(parts)
         # Made at once, though it begins when it is first resumed: closing it ends a load that has not begun, too.
         self.resumed_steps = self.steps()
 
@@ -245,7 +598,7 @@ class Load:
                 # answer to the message. This read absorbs the wait, which would cost the next load 0.2 ms (measured
                 # over loopback).
                 with contextlib.suppress(FabricError):
-                    self.lease_reads.post_slot(route, message.slot)
+                    self.lease_reads.post_slot(route.slots, message.slot)
             except FabricError:
                 self.undelivered += 1
             except Exception:  # noqa: BLE001 - shown, with its traceback

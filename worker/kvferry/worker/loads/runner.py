@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, KeysView
+from collections.abc import Callable, Collection, Iterator, KeysView
 
 from kvferry.link.awake_clock import LONGEST_TURN_S, AwakeClock
 from kvferry.protocol.errors import InvalidParams, LocalProtocolError
@@ -19,9 +19,14 @@ from kvferry.protocol.orders import FailureReason, LoadOrder
 from kvferry.protocol.transitions import next_state
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
-from kvferry.worker.loads.load import Load
-from kvferry.worker.loads.reading import LoadContext
-from kvferry.worker.loads.results import LoadRecord, ResultBox
+from kvferry.worker.loads.load import (
+    Load,
+    LoadContext,
+    LoadParts,
+    Reading,
+    WholeRead,
+)
+from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.loads.slot_watch import SlotPoll, SlotWatch, Wait
 from kvferry.worker.loads.state import (
     LOAD_TRANSITIONS,
@@ -31,6 +36,7 @@ from kvferry.worker.loads.state import (
     LoadFailed,
     LoadState,
 )
+from kvferry.worker.loads.streamed_read import StreamedRead
 from kvferry.worker.peers.peer import PeerKey
 
 logger = logging.getLogger(__name__)
@@ -183,23 +189,18 @@ class LoadRunner:
         self, order: LoadOrder, mark: DeviceMark, ordered_s: float, boot: str
     ) -> None:
         """Queue a load of this boot of the engine; it runs when it is its turn."""
-        source = PeerKey(
-            host=order.source.remote_host,
-            port=order.source.remote_port,
-            engine_id=order.source.engine_id,
-            boot=order.source.kvferry.boot,
-        )
+        make_reading: Callable[[LoadParts], Reading] = WholeRead
+        if order.source.kvferry.stream_row is not None:
+            make_reading = StreamedRead
         now_s = self._clock.wind(time.monotonic())
-        record = LoadRecord(
-            request_id=order.request_id, source=source, ordered_s=ordered_s
-        )
         load = Load(
             order=order,
             mark=mark,
             context=self._context,
             boot=boot,
-            record=record,
+            ordered_s=ordered_s,
             deadline=Deadline(ordered_s=now_s, progressed_s=now_s),
+            make_reading=make_reading,
         )
         self.loads.add(load)
 
@@ -257,7 +258,10 @@ class LoadRunner:
     def in_use(self) -> frozenset[PeerKey]:
         """Peers that reads may be in flight from, or that parked loads wait for."""
         if self._in_use is None:
-            self._in_use = frozenset(load.record.source for load in self.begun())
+            sources: set[PeerKey] = set()
+            for load in self.begun():
+                sources.add(load.record.source)
+            self._in_use = frozenset(sources)
         if not self._watch.closing:
             return self._in_use
         return self._in_use | {poll.peer.key for poll in self._watch.closing}

@@ -21,7 +21,6 @@ import math
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,12 +40,10 @@ from kvferry.worker.fabric.reads import (
     FabricReader,
     Reads,
     SlotReads,
+    SlotWords,
     entries_needed,
 )
 from kvferry.worker.peers.peer import Peer
-
-SlotWords: TypeAlias = tuple[tuple[int, int], ...]
-"""The two words of a slot on every producer worker that a load reads from, in the order of the peer's routes."""
 
 
 def complete_tokens(words: SlotWords, epoch: Epoch, num_tokens: int) -> int | None:

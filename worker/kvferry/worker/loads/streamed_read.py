@@ -28,8 +28,9 @@ from kvferry.protocol.slots import (
     epoch_from_text,
     header_word,
 )
-from kvferry.worker.loads.reading import LoadParts, ReadSteps, Units
-from kvferry.worker.loads.slot_watch import SlotWords, complete_tokens
+from kvferry.worker.fabric.reads import SlotWords
+from kvferry.worker.loads.load import LoadParts, ReadSteps, Units
+from kvferry.worker.loads.slot_watch import complete_tokens
 from kvferry.worker.loads.state import LoadFailed
 from kvferry.worker.peers.peer import Peer, PreparedRows
 
@@ -346,7 +347,9 @@ class StreamedRead:
         parts.progress.turn = peer.data_reads.entered
         missing = listed.missing(held, is_ready=is_ready)
         # From the first worker alone: a row has the scheduler's block ids, which are the same on all of them.
-        pages = yield from parts.lease_reads.ids(self._rows[0], self._row, missing)
+        rows = self._rows[0]
+        first_page = self._row * rows.rows.pages
+        pages = yield from parts.lease_reads.ids(rows.pages, first_page, missing)
         listed.take(held, pages, is_ready=is_ready)
         self.held = held
         stop = min(held, parts.order.stop_token)
@@ -382,7 +385,8 @@ class StreamedRead:
         origin = header_word(
             epoch_from_text(self._parts.order.source.kvferry.lease_epoch)
         )
-        headers = yield from self._parts.lease_reads.headers(self._rows, self._row)
+        header_entries = [rows.headers for rows in self._rows]
+        headers = yield from self._parts.lease_reads.words(header_entries, self._row)
         is_another_lease = any(header_origin != origin for header_origin, _ in headers)
         has_empty_slot = any(state == EMPTY for state, _ in words)
         if is_another_lease or has_empty_slot:
