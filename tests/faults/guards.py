@@ -177,7 +177,7 @@ GUARDS = (
         "tails",
         "what a load did not write of its blocks is zeroed",
         (1,),
-        "kvferry.worker.loads.tail_zeroing:TailZeroing.zero",
+        "kvferry.worker.loads.load:TailZeroing.zero",
         switches.nothing,
         (
             f"{_ENGINES}/test_good_loads.py::test_a_load_brings_every_byte_and_both_sides_are_notified_once",

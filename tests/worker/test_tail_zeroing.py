@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_units
+from kvferry.plan.blocks import Gap, RequestBlocks, UnitPairs, gaps, pair_units
 from kvferry.plan.tokens import TokenMap, TokenSide
 from kvferry.protocol.geometry import Interleave
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device, DeviceMark
-from kvferry.worker.loads.tail_zeroing import Gap, TailZeroing, gaps
+from kvferry.worker.loads.load import TailZeroing
 from kvferry.worker.relayout.port import Relayout
 from kvferry.worker.relayout.wave_table import WaveTable
 from kvferry.worker.staging.buffer import relayout_for
@@ -214,7 +214,7 @@ def test_where_no_table_is_free_asking_the_mark_starts_the_zeroing(
         made.append(FullRelayout(relayout_for(*parts)))
         return made[-1]
 
-    monkeypatch.setattr("kvferry.worker.loads.tail_zeroing.relayout_for", full)
+    monkeypatch.setattr("kvferry.worker.loads.load.relayout_for", full)
     with fake_gpu() as cuda:
         caches = ToyCaches(shape, 0xA5, cuda.device)
         tail_zeroing = TailZeroing(caches.kv)

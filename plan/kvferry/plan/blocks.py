@@ -1,12 +1,14 @@
-"""The blocks of one request: which tokens they hold, which units pair on both sides, and which descriptors read them.
+"""The blocks of one request: which tokens they hold, which units pair on both sides, which slots hold no token, and
+which descriptors read them.
 
 `reaches_back` checks that the tokens which a producer holds of a sequence suffice to continue it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -416,6 +418,70 @@ def _check_bounds(
             int(blocks.max()) // kernel_blocks,
             f"block ids up to {side.blocks // kernel_blocks - 1}",
         )
+
+
+class Gap(NamedTuple):
+    """Local slots `[first, stop)` of one kernel block that hold nothing of the request."""
+
+    group: int
+    block: int
+    first: int
+    stop: int
+
+
+def gaps(
+    units: Mapping[TokenMap, UnitPairs],
+    groups: Sequence[CacheGroup],
+    request: RequestBlocks,
+) -> Iterator[Gap]:
+    """The slots of loaded blocks that hold no token of the request.
+
+    block 7                              block 9
+    ├────────────┬───────────────────┬───┴───────────┬───────────────┤
+    │ before the │      loaded       │    loaded     │ after the     │
+    │ window     │                   │               │ last token    │
+    └────────────┴───────────────────┴───────────────┴───────────────┘
+      a gap, from the request's                        a gap
+      first token on
+
+    Slots before its first token are not among them: the load must not change them.
+
+    Args:
+        units: the loaded units.
+        groups: this engine's cache groups.
+    """
+    # By cache group the first local slot that is loaded, and how its tokens are mapped.
+    first_slots: dict[int, tuple[int, TokenMap]] = {}
+    for tokens, pairs in units.items():
+        first_slot = pairs.first_slot
+        if first_slot is None:
+            continue
+        known = first_slots.get(tokens.group)
+        if known is None or first_slot < known[0]:
+            first_slots[tokens.group] = (first_slot, tokens)
+    for group_index, (start, tokens) in first_slots.items():
+        side = tokens.local
+        group = groups[group_index]
+        ids = request.local[group_index]
+        stop = slots_before(side.share, request.stop_token)
+        block_begins = start - start % side.block_tokens
+        begin = max(block_begins, slots_before(side.share, request.first_token))
+        if begin < start:
+            block = _kernel_block(start, ids, group, side)
+            yield Gap(group_index, block, begin - block_begins, start - block_begins)
+        stop_in_block = stop % side.block_tokens
+        if stop > start and stop_in_block:
+            block = _kernel_block(stop - 1, ids, group, side)
+            yield Gap(group_index, block, stop_in_block, side.block_tokens)
+
+
+def _kernel_block(
+    slot: int, ids: Sequence[int], group: CacheGroup, side: TokenSide
+) -> int:
+    """The kernel block of a local slot of a request. A scheduler's block is several of them."""
+    scheduler_block, slot_in_block = divmod(slot, group.block_tokens)
+    kernel_blocks = group.block_tokens // side.block_tokens
+    return ids[scheduler_block] * kernel_blocks + slot_in_block // side.block_tokens
 
 
 @dataclass(frozen=True, slots=True)

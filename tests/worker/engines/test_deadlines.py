@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.orders import FailureReason
+from kvferry.worker.loads.load import TailZeroing
 from kvferry.worker.loads.results import StepResults
-from kvferry.worker.loads.tail_zeroing import TailZeroing
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.caches import CacheShape
 from tests.harness.engine import POISON, Engine, OrderedLoad

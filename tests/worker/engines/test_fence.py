@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.slots import EMPTY, SlotState, epoch_from_text, slot_word
-from kvferry.worker.loads.tail_zeroing import TailZeroing
+from kvferry.worker.loads.load import TailZeroing
 from tests.fakes.device_mark import FakeMark
 from tests.harness.engine import Engine, Offer
 from tests.harness.exported import slots_of

@@ -44,10 +44,9 @@ from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.leases import Notifications
-from kvferry.worker.loads.load import LoadContext
+from kvferry.worker.loads.load import LoadContext, TailZeroing
 from kvferry.worker.loads.results import ResultBox, WorkerGauges
 from kvferry.worker.loads.runner import UNAWAITED_POLL_S, LoadRunner
-from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.peers.first_contact import FirstContact, FirstReads
 from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.peers.registry import PeerRegistry

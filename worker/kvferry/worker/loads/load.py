@@ -6,7 +6,8 @@
 
 The slot of its lease is its fence (`LeaseFence`). Between two readings of it come the data (`DataReads`): into the
 request's blocks, through the staging pool, or from the producer's mapped memory. A `Load` has one `Reading`, which puts
-these in order: of a whole prompt at once (`WholeRead`), or part by part while it is computed (`streamed_read.py`).
+these in order: of a whole prompt at once (`WholeRead`), or part by part while it is computed (`streamed_read.py`). What
+the blocks hold beside the request is zeroed (`TailZeroing`): a kernel may read it.
 
 The steps are generators: a `yield` means that there is nothing to do at present. Nothing waits and nothing sleeps: the
 transfer thread resumes every load in turn. Whatever happens to the generator, everything that may still write into the
@@ -18,14 +19,34 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import (
+    Callable,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
-from kvferry.plan.blocks import RequestBlocks, UnitPairs, descriptor_pairs, pair_request
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.plan.blocks import (
+    Gap,
+    RequestBlocks,
+    UnitPairs,
+    descriptor_pairs,
+    gaps,
+    pair_request,
+)
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.waves import SourceUnits, source_units
 from kvferry.protocol.errors import InvalidParams
+from kvferry.protocol.geometry import PagedTensor
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.ids import Epoch
 from kvferry.protocol.orders import FailureReason, LoadOrder
@@ -54,10 +75,12 @@ from kvferry.worker.loads.mapped_reads import MappedReads
 from kvferry.worker.loads.results import LoadRecord, LoadStory, Stage
 from kvferry.worker.loads.slot_watch import Steps, Wait
 from kvferry.worker.loads.state import Deadline, LoadFailed, LoadState, Progress
-from kvferry.worker.loads.tail_zeroing import TailZeroing
 from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
-from kvferry.worker.staging.buffer import PreparedSource, Staging
+from kvferry.worker.relayout.port import Relayout
+from kvferry.worker.relayout.shape import CopyAxis, Shape
+from kvferry.worker.relayout.wave_table import Pieces, WaveTable
+from kvferry.worker.staging.buffer import PreparedSource, Staging, relayout_for
 from kvferry.worker.staging.pool import Wave
 from kvferry.worker.staging.staged_reads import StagedReads
 
@@ -640,3 +663,201 @@ class Load:
                 text = f"lease_slot is {slot}; the producer has fewer"
                 raise LoadFailed(FailureReason.PARAMS, text)
         return peer
+
+
+GAPS_PER_GROUP = 2
+"""One before the window, one after the last token."""
+
+_WHOLE_BLOCK = 1 << 31
+
+
+class _Tiles(NamedTuple):
+    """The cells of tensors that share their block numbers: `tiles` of `tile_tokens` tokens in each block."""
+
+    group: int
+    tile_tokens: int
+    tiles: int
+
+    @classmethod
+    def of_tensor(cls, tensor: PagedTensor) -> _Tiles:
+        return cls(tensor.group, tensor.tile_tokens, tensor.tiles)
+
+    def inside(self, unfilled: Iterable[Gap]) -> Iterator[tuple[int, range]]:
+        """The blocks of the gaps, each with its cells that lie in the gap as a whole."""
+        for gap in unfilled:
+            if gap.group != self.group:
+                continue
+            first = -(-gap.first // self.tile_tokens)
+            stop = min(gap.stop // self.tile_tokens, self.tiles)
+            if first < stop:
+                yield gap.block, range(first, stop)
+
+
+class TailZeroing:
+    """Zeroes the parts of loaded blocks that the load did not write: after its last token, and before its window.
+
+    A cell that holds several tokens is not divided: only cells with no loaded token at all are zeroed.
+
+    On a device, zeroing is one wave of the relayout, from a source of zeros. Its kernel runs on the relayout's own
+    stream, once everything that the load read is in place. The load is reported only after the kernel's mark, so the
+    engine launches work that reads the blocks only then.
+
+    Raises:
+        ValueError: a tensor in host memory lies in none of the storages.
+    """
+
+    def __init__(self, caches: KvCaches) -> None:
+        self._device = caches.device
+        self._relayout: Relayout | None = None
+        divisible = [
+            tensor
+            for tensor in caches.tensors
+            if tensor.tiles > 1 and len(tensor.heads)
+        ]
+        if caches.device.where.type == "cpu":
+            self._cells: dict[_Tiles, list[NDArray[np.uint8]]] = {}
+            for tensor in divisible:
+                cells = _cells(tensor, caches.storages)
+                self._cells.setdefault(_Tiles.of_tensor(tensor), []).append(cells)
+            return
+        # Made here, not when it is first needed: memory of the device may be made only at registration.
+        longest_run = max((_element_bytes(tensor) for tensor in divisible), default=1)
+        self._zeros = caches.device.empty(longest_run)
+        self._zeros.zero_()
+        self._tiles, self._pieces = self._divide(divisible)
+        groups = {tiles.group for tiles in self._tiles}
+        whole_blocks = [Gap(group, 0, 0, _WHOLE_BLOCK) for group in groups]
+        largest = self._table(whole_blocks * GAPS_PER_GROUP)
+        self._relayout = relayout_for(
+            [self._zeros], caches.storages, caches.device, largest
+        )
+
+    def mark(self) -> DeviceMark:
+        """A mark that is reached when everything that `zero` has launched so far is done."""
+        if self._relayout is None:
+            return self._device.mark()
+        return self._relayout.mark()
+
+    def zero(
+        self,
+        units: Mapping[TokenMap, UnitPairs],
+        groups: Sequence[CacheGroup],
+        request: RequestBlocks,
+    ) -> DeviceMark | None:
+        """Zero the gaps of a request in every tensor.
+
+        Args:
+            units: the loaded units.
+            groups: this engine's cache groups.
+
+        Returns:
+            A mark that is reached when it is done; None when it is done already, or there is nothing to zero.
+        """
+        unfilled = list(gaps(units, groups, request))
+        if self._relayout is not None:
+            return self._zero_on_device(self._relayout, unfilled)
+        for tiles, memories in self._cells.items():
+            for block, cells in tiles.inside(unfilled):
+                for memory in memories:
+                    # With numpy: torch would divide the work among its own threads, which then spin while they wait.
+                    memory[block, :, cells.start : cells.stop] = 0
+        return None
+
+    def _zero_on_device(
+        self, relayout: Relayout, unfilled: Sequence[Gap]
+    ) -> DeviceMark | None:
+        table = self._table(unfilled)
+        if not len(table.units):
+            return None
+        mark = relayout.try_start(table)
+        if mark is None:
+            return _WaitingTable(relayout, table)
+        return mark
+
+    def _divide(self, tensors: Sequence[PagedTensor]) -> tuple[list[_Tiles], Pieces]:
+        """The pieces of the relayout: a row for each tensor, and a kind for each set of cells and shape that differ."""
+        kinds: dict[tuple[_Tiles, Shape], int] = {}
+        rows: list[tuple[int, int, int, int]] = []
+        for tensor in tensors:
+            kind = kinds.setdefault(
+                (_Tiles.of_tensor(tensor), _shape(tensor)), len(kinds)
+            )
+            rows.append((self._zeros.data_ptr(), tensor.base, kind, 0))
+        tiles = [tiles for tiles, _ in kinds]
+        shapes = tuple(shape for _, shape in kinds)
+        return tiles, Pieces(shapes, np.array(rows, dtype=np.int64).reshape(-1, 4))
+
+    def _table(self, unfilled: Sequence[Gap]) -> WaveTable:
+        """The table that copies zeros into the cells in the gaps: a unit is one cell, in all heads of a tensor."""
+        ranges: list[tuple[int, int]] = []
+        units: list[tuple[int, int, int, int]] = []
+        for tiles in self._tiles:
+            first = len(units)
+            for block, cells in tiles.inside(unfilled):
+                units += [(0, 0, block, cell) for cell in cells]
+            ranges.append((first, len(units)))
+        unit_rows = np.array(units, dtype=np.int32).reshape(-1, 4)
+        return WaveTable(self._pieces, tuple(ranges), unit_rows)
+
+
+class _WaitingTable:
+    """A table that waits for room on the device; `reached` starts it once there is room."""
+
+    def __init__(self, relayout: Relayout, table: WaveTable) -> None:
+        self._relayout = relayout
+        self._table = table
+        self._mark: DeviceMark | None = None
+
+    def reached(self) -> bool:
+        if self._mark is None:
+            self._mark = self._relayout.try_start(self._table)
+        return self._mark is not None and self._mark.reached()
+
+
+def _element_bytes(tensor: PagedTensor) -> int:
+    return tensor.element_bytes or tensor.cell_bytes
+
+
+def _shape(tensor: PagedTensor) -> Shape:
+    """One cell in all heads of a tensor, from zeros; its position in the block is its number."""
+    elements = tensor.cell_bytes // _element_bytes(tensor)
+    # Strides of the source are 0: every element is copied from the same zeros.
+    axes = [
+        CopyAxis(len(tensor.heads), 0, tensor.head_stride),
+        CopyAxis(elements, 0, tensor.element_stride),
+    ]
+    unit_stride = (tensor.block_stride, tensor.tile_stride)
+    return Shape.from_axes(
+        axes, _element_bytes(tensor), destination_unit_stride=unit_stride
+    )
+
+
+def _cells(tensor: PagedTensor, storages: Sequence[torch.Tensor]) -> NDArray[np.uint8]:
+    """A tensor in host memory, uint8 `[blocks, heads, tiles, elements, element_bytes]`, sharing the caches' memory."""
+    element_bytes = _element_bytes(tensor)
+    counts = (
+        tensor.blocks,
+        len(tensor.heads),
+        tensor.tiles,
+        tensor.cell_bytes // element_bytes,
+        element_bytes,
+    )
+    strides = (
+        tensor.block_stride,
+        tensor.head_stride,
+        tensor.tile_stride,
+        tensor.element_stride,
+        1,
+    )
+    for storage in storages:
+        memory = (
+            torch.empty(0, dtype=torch.uint8).set_(storage.untyped_storage()).numpy()
+        )
+        offset = tensor.base - memory.ctypes.data
+        if 0 <= offset < len(memory):
+            return np.ndarray(
+                counts, dtype=np.uint8, buffer=memory, offset=offset, strides=strides
+            )
+    raise ValueError(
+        f"{tensor.layer}/{tensor.kind} lies in none of the registered allocations"
+    )
