@@ -11,10 +11,10 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.engine.facts import steps_alone
 from kvferry.connector.vllm.core import EngineLoop
-from kvferry.link.load_notifier import LoadNotifier
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.params import announced_id
 from kvferry.scheduler.requests import RemotePromptState
+from kvferry.worker.loads.results import LoadNotifier
 from tests.engine_core.offers import Eavesdropper, offer
 from tests.harness.core.scheduler import BLOCK_TOKENS, Scheduled, tokens
 from tests.ports import free_port
@@ -85,7 +85,7 @@ def test_an_engine_sleeps_while_all_its_requests_wait_for_loads_once_its_workers
     assert not sleeps, "only a step shows that a load has ended"
     notifier = LoadNotifier(0)
     request.addfinalizer(notifier.close)
-    notifier.set_boot(side.channel.local.boot)
+    notifier.boot = side.channel.local.boot
     notifier.notify()
     wait_until(
         lambda: side.steps.load_listener.hears_all_workers,
@@ -130,7 +130,7 @@ def test_no_step_waits_for_answers_while_the_blocks_of_an_aborted_load_may_come_
     assert not sleeps, "only a step shows that the load has ended"
     notifier = LoadNotifier(0)
     request.addfinalizer(notifier.close)
-    notifier.set_boot(side.channel.local.boot)
+    notifier.boot = side.channel.local.boot
     notifier.notify()
     wait_until(
         lambda: side.steps.load_listener.hears_all_workers,

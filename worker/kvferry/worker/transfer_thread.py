@@ -28,7 +28,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import ParamSpec, TypeAlias
 
-from kvferry.link.load_notifier import LoadNotifier
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.orders import (
@@ -45,7 +44,7 @@ from kvferry.worker.fabric.port import Fabric
 from kvferry.worker.fabric.reads import FabricReader
 from kvferry.worker.leases import Notifications
 from kvferry.worker.loads.load import LoadContext, TailZeroing
-from kvferry.worker.loads.results import ResultBox, WorkerGauges
+from kvferry.worker.loads.results import LoadNotifier, ResultBox, WorkerGauges
 from kvferry.worker.loads.runner import UNAWAITED_POLL_S, LoadRunner
 from kvferry.worker.peers.first_contact import FirstContact, FirstReads
 from kvferry.worker.peers.peer import PeerKey
@@ -276,7 +275,7 @@ class TransferThread:
             frame: all of the orders, encoded: the transfer thread decodes them.
         """
         self.start()
-        self._load_notifier.set_boot(head.boot)
+        self._load_notifier.boot = head.boot
         # Here, not on the transfer thread: a consumer may have the lease's params as soon as this step returns, and to
         # one that reads the slot before it is open the lease has ended.
         for opened in head.opens:

@@ -39,7 +39,7 @@ from kvferry.connector.vllm.prefix_cache import PrefixCache
 from kvferry.connector.vllm.scheduler import EngineBlocks
 from kvferry.link.allowed_hosts import TrustedHosts, allowed_hosts_of
 from kvferry.link.counters import Counters
-from kvferry.link.load_notifier import LoadListener
+from kvferry.link.load_listener import LoadListener
 from kvferry.link.secrets import secrets_from_environment
 from kvferry.protocol.hosts import address_of
 from kvferry.scheduler.consumer.ledger import ConsumerLedger

@@ -42,7 +42,7 @@ import time
 from kvferry.connector.scheduler_side.prefixes import PrefixLeases
 from kvferry.connector.scheduler_side.prompt_queries import PromptQueries
 from kvferry.connector.vllm.core import EngineLoop
-from kvferry.link.load_notifier import LoadListener
+from kvferry.link.load_listener import LoadListener
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.eviction_order import release_idle_turns
 from kvferry.scheduler.producer.ledger import ProducerLedger

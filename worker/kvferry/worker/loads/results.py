@@ -1,8 +1,11 @@
 """What is reported of loads, from the transfer thread to the step thread: the record of each load, the results of a
-step, and the watchdog, which reports those that the transfer thread is too stuck to report."""
+step, the notification that there are some, and the watchdog, which reports the loads that the transfer thread is too
+stuck to report.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvferry.link.load_listener import ADDRESS, INDEX_BYTES, datagram_socket
 from kvferry.protocol.orders import FailureReason
 from kvferry.protocol.transitions import TableEnum
 from kvferry.worker.fabric.port import TransferTelemetry
@@ -209,6 +213,36 @@ class StepResults:
     gauges: WorkerGauges | None = None
     alive: frozenset[str] | None = None
     counts: Counter[str] = field(default_factory=Counter)
+
+
+class LoadNotifier:
+    """A worker's end of `link/load_listener.py`: tells the scheduler that a load has ended. Thread-safe.
+
+    Args:
+        index: of the worker in its engine.
+
+    Attributes:
+        boot: the engine's, which comes with its orders; empty before the first.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.boot = ""
+        self._index = index.to_bytes(INDEX_BYTES, "little")
+        # Kept: to make and close one for each load takes twice as long as to send.
+        self._socket = datagram_socket()
+
+    def notify(self) -> None:
+        """Tell the scheduler that a load has ended, if it can be reached."""
+        if not self.boot:
+            return
+        # Errors are ignored: without a listener the scheduler finds out by steps, and a full queue of notifications is
+        # as good as one more.
+        with contextlib.suppress(OSError):
+            self._socket.sendto(self._index, ADDRESS.format(boot=self.boot))
+
+    def close(self) -> None:
+        """Close the socket: further calls of `notify` do nothing. Idempotent."""
+        self._socket.close()
 
 
 class ResultBox:

@@ -9,7 +9,8 @@ from contextlib import closing
 
 import pytest
 
-from kvferry.link.load_notifier import LoadListener, LoadNotifier
+from kvferry.link.load_listener import LoadListener
+from kvferry.worker.loads.results import LoadNotifier
 
 BOOT = uuid.uuid4().hex
 
@@ -28,7 +29,7 @@ def listener(wakes: list[None]) -> Iterator[LoadListener]:
 
 def notify(index: int, boot: str = BOOT, times: int = 1) -> None:
     with closing(LoadNotifier(index)) as notifier:
-        notifier.set_boot(boot)
+        notifier.boot = boot
         for _ in range(times):
             notifier.notify()
 
@@ -81,7 +82,7 @@ def test_without_a_listener_a_worker_notifies_in_vain(listener: LoadListener) ->
 
 def test_a_closed_notifier_tells_nobody(listener: LoadListener) -> None:
     notifier = LoadNotifier(0)
-    notifier.set_boot(BOOT)
+    notifier.boot = BOOT
     notifier.close()
     notifier.close()
     notifier.notify()

@@ -1,7 +1,9 @@
 """A worker notifies its engine's scheduler when a load has ended, so that the scheduler need not step to find out.
 
-    worker's transfer thread                     scheduler
-    a load has ended ─ datagram: its index ───►  LoadListener, which wakes the engine's loop
+    worker's transfer thread                                 scheduler
+    `LoadNotifier`: a load has ended ─ datagram: its index ─►  `LoadListener`, which wakes the engine's loop
+
+The worker's end stands where its results are, in `worker/loads/results.py`.
 
 vLLM lets a scheduler hear of its workers by steps only, and both poll for a second after each step. A notification only
 says that a step is worth while: the report of the load comes with that step.
@@ -16,48 +18,18 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-_INDEX_BYTES = 4
+INDEX_BYTES = 4
+"""A datagram: the index of a worker in its engine, little endian."""
 
-
-_ADDRESS = "\0kvferry-{boot}"
+ADDRESS = "\0kvferry-{boot}"
 """In Linux's abstract namespace: the socket leaves no file behind, whatever ends the process."""
 
 
-def _datagram_socket() -> socket.socket:
+def datagram_socket() -> socket.socket:
+    """A socket for either end, which never waits."""
     created = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     created.setblocking(False)
     return created
-
-
-class LoadNotifier:
-    """A worker's end. Thread-safe.
-
-    Args:
-        index: of the worker in its engine.
-    """
-
-    def __init__(self, index: int) -> None:
-        self._index = index.to_bytes(_INDEX_BYTES, "little")
-        self._address = ""
-        # Kept: to make and close one for each load takes twice as long as to send.
-        self._socket = _datagram_socket()
-
-    def set_boot(self, boot: str) -> None:
-        """Set the engine's boot, which comes with its orders."""
-        self._address = _ADDRESS.format(boot=boot)
-
-    def notify(self) -> None:
-        """Tell the scheduler that a load has ended, if it can be reached."""
-        if not self._address:
-            return
-        # Errors are ignored: without a listener the scheduler finds out by steps, and a full queue of notifications is
-        # as good as one more.
-        with contextlib.suppress(OSError):
-            self._socket.sendto(self._index, self._address)
-
-    def close(self) -> None:
-        """Close the socket: further calls of `notify` do nothing. Idempotent."""
-        self._socket.close()
 
 
 class LoadListener:
@@ -78,9 +50,9 @@ class LoadListener:
         self._unreported_steps = 0
         self._unheard_workers = set(range(workers))
         self._wake = wake
-        self._socket = _datagram_socket()
+        self._socket = datagram_socket()
         try:
-            self._socket.bind(_ADDRESS.format(boot=boot))
+            self._socket.bind(ADDRESS.format(boot=boot))
         except OSError as error:
             # Without it the scheduler steps while loads are under way, as it does for workers on other hosts.
             logger.debug("ends of loads are not notified: %s", error)
@@ -118,7 +90,7 @@ class LoadListener:
         with contextlib.suppress(BlockingIOError):
             while True:
                 # One byte more than an index has, so that a longer datagram is not taken for one.
-                datagram = self._socket.recv(_INDEX_BYTES + 1)
+                datagram = self._socket.recv(INDEX_BYTES + 1)
                 if not datagram:
                     break
                 self._unheard_workers.discard(int.from_bytes(datagram, "little"))
