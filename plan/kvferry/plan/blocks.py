@@ -287,17 +287,14 @@ def _pair_whole_blocks(
     remote = remote_ids[first - missing : stop - missing]
     if not len(local) == len(remote) == stop - first:
         return None
-    if not _are_held(local, tokens.local) or not _are_held(remote, tokens.remote):
+    if min(local) <= NULL_BLOCK or min(remote) <= NULL_BLOCK:
+        return None
+    if max(local) >= tokens.local.blocks or max(remote) >= tokens.remote.blocks:
         return None
     places = np.zeros((len(local), 4), dtype=np.int64)
     places[:, 0] = remote
     places[:, 2] = local
     return UnitPairs(places, first * unit)
-
-
-def _are_held(blocks: Sequence[int], side: TokenSide) -> bool:
-    """Whether none is a null block, and all lie in the cache."""
-    return min(blocks) > NULL_BLOCK and max(blocks) < side.blocks
 
 
 def slots_before(share: Interleave, token: int) -> int:

@@ -587,31 +587,31 @@ class Notifications:
             if count % _NOTIFICATIONS_AT_ONCE == 0:
                 self._pauses.pause()
             try:
-                self._take_one(sender, frame)
+                done = decode_notification(frame)
+                request_id = self._table.done(done)
+            except InvalidMessage as invalid:
+                self._invalid.warning(
+                    "ignored a notification of %s: %s", sender, invalid
+                )
+                with self._results as results:
+                    results.counts["bad_notifications"] += 1
+            except KeyError:
+                # Ordinary: the lease has expired, or all had reported already.
+                logger.debug("ignored a notification of %s: no such lease", sender)
+                with self._results as results:
+                    results.counts["late_notifications"] += 1
             except Exception:  # noqa: BLE001 - shown, with its traceback
                 internal_errors.log(
                     "one notification is lost; the others are processed"
                 )
+            else:
+                logger.debug(
+                    "slot=%d done by worker %d of %s",
+                    done.slot,
+                    done.worker,
+                    done.consumer,
+                )
+                if request_id is not None:
+                    with self._results as results:
+                        results.sent.add(request_id)
         return bool(arrived)
-
-    def _take_one(self, sender: str, frame: bytes) -> None:
-        try:
-            done = decode_notification(frame)
-            request_id = self._table.done(done)
-        except InvalidMessage as invalid:
-            self._invalid.warning("ignored a notification of %s: %s", sender, invalid)
-            with self._results as results:
-                results.counts["bad_notifications"] += 1
-            return
-        except KeyError:
-            # Ordinary: the lease has expired, or all had reported already.
-            logger.debug("ignored a notification of %s: no such lease", sender)
-            with self._results as results:
-                results.counts["late_notifications"] += 1
-            return
-        logger.debug(
-            "slot=%d done by worker %d of %s", done.slot, done.worker, done.consumer
-        )
-        if request_id is not None:
-            with self._results as results:
-                results.sent.add(request_id)

@@ -182,33 +182,32 @@ def check_index_pairs(
     Raises:
         InvalidFabricRequest: they are not C-contiguous int32[n] of one n, or an index is outside its list.
     """
-    _check_side("local", local.count, local_indices)
-    _check_side("remote", remote.count, remote_indices)
+    sides = (
+        ("local", local.count, local_indices),
+        ("remote", remote.count, remote_indices),
+    )
+    for side, count, indices in sides:
+        is_row = indices.ndim == 1 and indices.flags.c_contiguous
+        if indices.dtype != np.int32 or not is_row:
+            form = f"{indices.dtype}{list(indices.shape)}"
+            reason = f"{side} indices are {form}; expected a contiguous int32[n]"
+            raise InvalidFabricRequest("post read", reason)
+        if not len(indices):
+            continue
+        # A lease's slot is a single index, read twice for each load: plain integers are faster there.
+        if len(indices) == 1:
+            is_inside = 0 <= int(indices[0]) < count
+        else:
+            # One pass: as unsigned numbers, negative ones are larger than any count.
+            is_inside = bool(indices.view(np.uint32).max() < count)
+        if not is_inside:
+            outside = indices[(indices < 0) | (indices >= count)]
+            reason = f"{side} index {outside[0]} is outside [0, {count})"
+            raise InvalidFabricRequest("post read", reason)
     if len(local_indices) != len(remote_indices):
         raise InvalidFabricRequest(
             "post read",
             f"{len(local_indices)} local indices, {len(remote_indices)} remote ones",
-        )
-
-
-def _check_side(side: str, count: int, indices: Indices) -> None:
-    if indices.dtype != np.int32 or indices.ndim != 1 or not indices.flags.c_contiguous:
-        form = f"{indices.dtype}{list(indices.shape)}"
-        raise InvalidFabricRequest(
-            "post read", f"{side} indices are {form}; expected a contiguous int32[n]"
-        )
-    if not len(indices):
-        return
-    # A lease's slot is a single index, read twice for each load: plain integers are faster there.
-    if len(indices) == 1:
-        is_inside = 0 <= int(indices[0]) < count
-    else:
-        # One pass: as unsigned numbers, negative ones are larger than any count.
-        is_inside = bool(indices.view(np.uint32).max() < count)
-    if not is_inside:
-        outside = indices[(indices < 0) | (indices >= count)]
-        raise InvalidFabricRequest(
-            "post read", f"{side} index {outside[0]} is outside [0, {count})"
         )
 
 
@@ -366,18 +365,19 @@ class NixlPeers:
             self._load(name, metadata)
         self._peers[name] = NixlPeer(name, metadata)
 
-    def get(self, operation: str, peer: PeerAgent) -> NixlPeer:
+    def get(
+        self, operation: str, peer: PeerAgent, entry: NixlPeer | None = None
+    ) -> NixlPeer:
         """The peer.
+
+        Args:
+            entry: as it was looked up before: a later peer of the same name is another one.
 
         Raises:
             PeerLost: it is unknown, removed, or known to be dead.
         """
-        return self.check(operation, self._peers.get(peer), peer)
-
-    def check(
-        self, operation: str, entry: NixlPeer | None, peer: PeerAgent
-    ) -> NixlPeer:
-        """As `get`, for an entry that was looked up before: a later peer of the same name is another one."""
+        if entry is None:
+            entry = self._peers.get(peer)
         if entry is None or entry.removed:
             raise PeerLost(operation, "the peer was removed or never added", peer)
         if entry.lost is not None:
@@ -559,7 +559,7 @@ class NixlFabric:
         agent = self._open("post read")
         source = self._own(remote, NixlRemote)
         target = self._own(local, NixlLocal)
-        entry = self._peers.check("post read", source.entry, source.peer)
+        entry = self._peers.get("post read", source.peer, source.entry)
         check_index_pairs(target, local_indices, source, remote_indices)
         if len(local_indices) == 0:
             empty = NixlTransfer(entry.name, None, entry, TransferState.DONE)

@@ -259,7 +259,7 @@ class LoadRunner:
         """Peers that reads may be in flight from, or that parked loads wait for."""
         if self._in_use is None:
             sources: set[PeerKey] = set()
-            for load in self.begun():
+            for load in self.loads.of(*_BEGUN):
                 sources.add(load.record.source)
             self._in_use = frozenset(sources)
         if not self._watch.closing:
