@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -54,17 +56,13 @@ class DeviceMark(Protocol):
         ...
 
 
-class _CudaMark:
-    def __init__(self, event: CudaEvent) -> None:
-        self._event = event
+@dataclass(frozen=True, slots=True)
+class _EventMark:
+    """Attributes:
+    reached: whether torch's event has passed.
+    """
 
-    def reached(self) -> bool:
-        return bool(self._event.query())
-
-
-class _ReachedMark:
-    def reached(self) -> bool:
-        return True
+    reached: Callable[[], bool]
 
 
 class Device:
@@ -106,12 +104,13 @@ class Device:
     def mark(self) -> DeviceMark:
         """Mark everything launched so far on the calling thread's current stream."""
         if self._cuda is None:
-            return _ReachedMark()
+            # An event of the CPU has always passed.
+            return _EventMark(torch.cpu.Event().query)
         # An event that was never recorded counts as passed, so it is recorded before it is given
         # out.
         event = self._cuda.Event()
         event.record(self._cuda.current_stream(self.where))
-        return _CudaMark(event)
+        return _EventMark(event.query)
 
     def synchronize(self) -> None:
         """Wait for the calling thread's current stream; it blocks, so call it only while the caches are registered."""
