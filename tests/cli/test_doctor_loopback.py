@@ -14,7 +14,6 @@ import pytest
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, Mark
 from kvferry.cli.doctor.loopback import (
-    check_gpu_loopback,
     check_loopback,
     judge_log,
     judge_outcome,
@@ -113,7 +112,7 @@ READING = AGENT + "pipe.send(CaseProgress(what='first contact'))\n"
 
 def loopback_dram(code: str, timeout_s: float = 30.0, **environ: str) -> Finding:
     machine = Machine({**os.environ, **environ}, timeout_s=timeout_s)
-    return by_check(list(check_loopback(machine, process(code))))["loopback"]
+    return by_check(list(check_loopback(machine, command=process(code))))["loopback"]
 
 
 DEATHS = [
@@ -197,9 +196,13 @@ def test_gpu_memory_is_tried_where_there_is_a_gpu_and_must_work_there() -> None:
     machine = Machine(dict(os.environ), gpus=("GPU",))
     findings = by_check(
         list(
-            check_gpu_loopback(machine, process("pipe.send(Failed(reason='no CUDA'))"))
+            check_loopback(
+                machine, "cuda", process("pipe.send(Failed(reason='no CUDA'))")
+            )
         )
     )
     assert findings["loopback"].mark is Mark.BROKEN
     assert "no CUDA" in findings["loopback"].found
-    assert list(check_gpu_loopback(Machine(dict(os.environ)), process("pass"))) == []
+    assert (
+        list(check_loopback(Machine(dict(os.environ)), "cuda", process("pass"))) == []
+    )

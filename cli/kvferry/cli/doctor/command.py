@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from kvferry.cli.arguments import number_option, whole_option
 from kvferry.cli.doctor.channel import check_address, check_secret, check_telemetry
@@ -31,22 +32,19 @@ from kvferry.cli.doctor.versions import check_versions
 from kvferry.cli.formatting import digits, print_line, print_table, terminal
 from kvferry.protocol.visible import visible_json
 
+if TYPE_CHECKING:
+    from kvferry.cli.transfer.messages import Device
+
 SCHEMA = 1
 _SHOW_S = 0.2
 _COLOURS = {"ok": "green", "look": "yellow", "broken": "bold red", "not done": "dim"}
 
 
-def _check_loopback(machine: Machine) -> Iterable[Finding]:
+def _check_loopback(device: Device, machine: Machine) -> Iterable[Finding]:
     # Imported by the check alone: it needs msgspec, which may be missing, and the doctor must be able to say so.
     from kvferry.cli.doctor.loopback import check_loopback
 
-    return check_loopback(machine)
-
-
-def _check_gpu_loopback(machine: Machine) -> Iterable[Finding]:
-    from kvferry.cli.doctor.loopback import check_gpu_loopback
-
-    return check_gpu_loopback(machine)
+    return check_loopback(machine, device)
 
 
 # All checks in the order of their findings.
@@ -64,8 +62,8 @@ CHECKS: dict[str, Callable[[Machine], Iterable[Finding]]] = {
     "side channel": check_address,
     "secret": check_secret,
     "NIXL telemetry": check_telemetry,
-    "loopback DRAM": _check_loopback,
-    "loopback VRAM": _check_gpu_loopback,
+    "loopback DRAM": functools.partial(_check_loopback, "cpu"),
+    "loopback VRAM": functools.partial(_check_loopback, "cuda"),
 }
 
 

@@ -79,12 +79,16 @@ def check_files(machine: Machine) -> Iterator[Finding]:
     if raised > limit:
         how = f"ulimit -n {raised}"
     do = f"{how}; Docker: --ulimit nofile=65536; systemd: LimitNOFILE=65536"
-    if peers >= MANY_PEERS:
-        yield ok(found)
-    elif peers >= FEW_PEERS:
-        yield look(found, do)
-    else:
-        yield broken(found, do)
+    yield _graded(peers, FEW_PEERS, MANY_PEERS, found, do)
+
+
+def _graded(amount: int, needed: int, wanted: int, found: str, do: str) -> Finding:
+    """Broken below what is needed, and fine from what is wanted on."""
+    if amount >= wanted:
+        return ok(found)
+    if amount >= needed:
+        return look(found, do)
+    return broken(found, do)
 
 
 def check_shared_memory(machine: Machine) -> Iterator[Finding]:
@@ -99,11 +103,8 @@ def check_shared_memory(machine: Machine) -> Iterator[Finding]:
     found = f"/{SHM} has {binary_bytes(free_bytes)} of {binary_bytes(all_bytes)} free"
     do = f"{do}; or remove files of dead engines from it"
     if free_bytes < SHM_NEEDED:
-        yield broken(f"{found}: too little for an engine's queues and UCX", do)
-    elif free_bytes < SHM_WANTED:
-        yield look(found, do)
-    else:
-        yield ok(found)
+        found = f"{found}: too little for an engine's queues and UCX"
+    yield _graded(free_bytes, SHM_NEEDED, SHM_WANTED, found, do)
 
 
 def check_mapped_reads(machine: Machine) -> Iterator[Finding]:

@@ -39,28 +39,16 @@ _UNUSED = re.compile(r"UCX +WARN +unused environment variables?: (.+)")
 
 
 def check_loopback(
-    machine: Machine, command: Sequence[str] = COMMAND
+    machine: Machine, device: Device = "cpu", command: Sequence[str] = COMMAND
 ) -> Iterator[Finding]:
     """The transfer in host memory, the library, and the names of variables that UCX does not know.
 
     Args:
+        device: `cuda` for the transfer alone, in the memory of GPU 0, if there are GPUs.
         command: the arguments of Python that run each of the two processes.
     """
-    return _transfer(machine, "cpu", command)
-
-
-def check_gpu_loopback(
-    machine: Machine, command: Sequence[str] = COMMAND
-) -> Iterator[Finding]:
-    """The transfer in the memory of GPU 0, if there are GPUs."""
-    if not machine.gpus:
-        return iter(())
-    return _transfer(machine, "cuda", command)
-
-
-def _transfer(
-    machine: Machine, device: Device, command: Sequence[str]
-) -> Iterator[Finding]:
+    if device == "cuda" and not machine.gpus:
+        return
     kind: Kind = "DRAM" if device == "cpu" else "VRAM"
     try:
         check_installed()

@@ -71,11 +71,8 @@ def fits(version: str, wanted: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The four numbers of a version: 1.5 is 1.5.0.0."""
-    numbers = [
-        int(number) for number in re.findall(r"(?:^|(?<=[0-9])\.)([0-9]+)", version)
-    ]
-    return tuple([*numbers, 0, 0, 0, 0][:4])
+    numbers = re.findall(r"(?:^|(?<=[0-9])\.)([0-9]+)", version)
+    return tuple(map(int, numbers))
 
 
 def _python(python: tuple[int, int, int]) -> Finding:
