@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.protocol.params import RemotePrefill, read_params
+from kvferry.protocol.params import RemotePrefill, digest_of_id, read_params
 from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, SchedulerEngine, tokens
 
 PROMPT = tokens(40)
@@ -44,6 +44,20 @@ def test_an_answer_offers_its_prompt_however_many_tokens_it_has(
         -(-length // 256),
     )
     assert len(params.remote_block_ids[0]) == -(-length // BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "request_id", ["cmpl-" + 1000 * "x", "line\nbreak"], ids=["long", "line break"]
+)
+def test_a_consumer_can_read_the_params_of_a_request_with_any_id(
+    make_engine: Any, request_id: str
+) -> None:
+    """Clients choose ids, and vLLM accepts longer ones than params may have."""
+    engine = make_engine()
+    engine.add(request_id, PROMPT, REMOTE_DECODE, max_tokens=1)
+    engine.run()
+    named = offered(engine, request_id).remote_request_id
+    assert named == digest_of_id(request_id)
 
 
 def test_the_slot_is_opened_with_the_first_step_and_held_with_the_one_that_completes_the_prompt(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import Annotated, NewType
 
@@ -16,9 +17,14 @@ Epoch = NewType("Epoch", int)
 EPOCH_BITS = 60
 
 # No control characters, which could forge lines of a log; no lone surrogates, which cannot be encoded.
-_NAME = r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z"
-Text = Annotated[str, Meta(min_length=1, max_length=512, pattern=_NAME)]
+_CHARACTER = r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]"
+_MAX_TEXT = 512
+Text = Annotated[
+    str, Meta(min_length=1, max_length=_MAX_TEXT, pattern=rf"\A{_CHARACTER}+\Z")
+]
 """A name of a host, an engine, a request or a layer."""
+TEXT = re.compile(rf"{_CHARACTER}{{1,{_MAX_TEXT}}}")
+"""A whole `Text`."""
 # Numbers of more than 53 bits are text: some routers decode JSON numbers to float64, which would change them.
 Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Hex256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]

@@ -147,7 +147,8 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         do_remote_prefill, do_remote_decode: the requested transfer; swapped in a turn's offer.
         remote_engine_id: the producer, with its boot (`announced_id`).
-        remote_request_id: the producer's id of the request, not the client's.
+        remote_request_id: the producer's id of the request, not the client's; the digest of one that is longer than a
+            name may be, or has control characters.
         remote_block_ids: one list per cache group: scheduler blocks, in the order of the tokens that they hold.
         remote_host, remote_port: the producer's side channel.
         tp_size, pp_size, dcp_size: the producer's parallel sizes, for routers; the plan uses the description's.
@@ -304,8 +305,13 @@ def request_key(request_id: str, transfer_id: str | None = None) -> str:
     is_plain = key.isascii() and key.isprintable()
     if is_plain and 0 < len(key) <= MAX_KEY:
         return key
-    # Clients choose ids: of any length, and with any character. Both legs replace such a one by the same digest.
-    encoded = key.encode("utf-8", "surrogatepass")
+    return digest_of_id(key)
+
+
+def digest_of_id(request_id: str) -> str:
+    """What replaces an id that readers would refuse. Clients choose ids: of any length, and with any character."""
+    # Of the id alone: both legs of a request replace theirs by the same one.
+    encoded = request_id.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
