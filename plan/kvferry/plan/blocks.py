@@ -460,25 +460,22 @@ def gaps(
         side = tokens.local
         group = groups[group_index]
         ids = request.local[group_index]
-        stop = slots_before(side.share, request.stop_token)
         block_begins = start - start % side.block_tokens
         begin = max(block_begins, slots_before(side.share, request.first_token))
-        if begin < start:
-            block = _kernel_block(start, ids, group, side)
-            yield Gap(group_index, block, begin - block_begins, start - block_begins)
-        stop_in_block = stop % side.block_tokens
-        if stop > start and stop_in_block:
-            block = _kernel_block(stop - 1, ids, group, side)
-            yield Gap(group_index, block, stop_in_block, side.block_tokens)
-
-
-def _kernel_block(
-    slot: int, ids: Sequence[int], group: CacheGroup, side: TokenSide
-) -> int:
-    """The kernel block of a local slot of a request. A scheduler's block is several of them."""
-    scheduler_block, slot_in_block = divmod(slot, group.block_tokens)
-    kernel_blocks = group.block_tokens // side.block_tokens
-    return ids[scheduler_block] * kernel_blocks + slot_in_block // side.block_tokens
+        unfilled = [range(begin, start)]
+        stop = slots_before(side.share, request.stop_token)
+        if stop > start:
+            last_block_ends = -(-stop // side.block_tokens) * side.block_tokens
+            unfilled.append(range(stop, last_block_ends))
+        # A scheduler's block is several kernel blocks.
+        kernel_blocks = group.block_tokens // side.block_tokens
+        for slots in unfilled:
+            if not slots:
+                continue
+            kernel_block, first = divmod(slots.start, side.block_tokens)
+            scheduler_block, part = divmod(kernel_block, kernel_blocks)
+            block = ids[scheduler_block] * kernel_blocks + part
+            yield Gap(group_index, block, first, first + len(slots))
 
 
 @dataclass(frozen=True, slots=True)

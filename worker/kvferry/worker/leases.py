@@ -415,36 +415,33 @@ class LeaseTable:
             pending = list(self.pending.items())
         has_advanced = False
         for slot, lease in pending:
-            has_advanced |= self._advance(slot, lease)
+            # Marks ask the device, so they are asked without the lock: the step thread opens leases meanwhile.
+            tokens = 0
+            if lease.stream.steps:
+                tokens = lease.stream.take_tokens()
+            is_reached = lease.mark is not None and lease.mark.reached()
+            if not tokens and not is_reached:
+                continue
+            has_advanced = True
+            must_copy = is_reached and bool(lease.waves)
+            with self._lock:
+                # It has ended meanwhile: its blocks may be another request's, and are not copied.
+                if self.pending.get(slot) is not lease:
+                    continue
+                if tokens:
+                    self.progress[slot] = progress_word(lease.epoch, tokens)
+                if is_reached and not must_copy:
+                    lease.mark = None
+                    self.words[slot] = slot_word(lease.epoch, SlotState.READY)
+                # At the end of the queue, so that others come first next time; and before the copy, which may raise.
+                del self.pending[slot]
+                if lease.mark is not None or lease.stream.steps:
+                    self.pending[slot] = lease
+            if must_copy and self._mirror is not None:
+                copied = self._mirror.try_copy(lease.waves)
+                if copied is not None:
+                    lease.mark = copied
         return has_advanced
-
-    def _advance(self, slot: int, lease: _ServedLease) -> bool:
-        # Marks ask the device, so they are asked without the lock: the step thread opens leases meanwhile.
-        tokens = 0
-        if lease.stream.steps:
-            tokens = lease.stream.take_tokens()
-        is_reached = lease.mark is not None and lease.mark.reached()
-        if not tokens and not is_reached:
-            return False
-        must_copy = is_reached and bool(lease.waves)
-        with self._lock:
-            # It has ended meanwhile: its blocks may be another request's, and are not copied.
-            if self.pending.get(slot) is not lease:
-                return True
-            if tokens:
-                self.progress[slot] = progress_word(lease.epoch, tokens)
-            if is_reached and not must_copy:
-                lease.mark = None
-                self.words[slot] = slot_word(lease.epoch, SlotState.READY)
-            # At the end of the queue, so that others come first next time; and before the copy, which may raise.
-            del self.pending[slot]
-            if lease.mark is not None or lease.stream.steps:
-                self.pending[slot] = lease
-        if must_copy and self._mirror is not None:
-            copied = self._mirror.try_copy(lease.waves)
-            if copied is not None:
-                lease.mark = copied
-        return True
 
     def end(self, order: LeaseEnd) -> str | None:
         """End a lease: its blocks may not be read any more.

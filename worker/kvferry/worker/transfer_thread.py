@@ -142,7 +142,7 @@ class StepOrdered:
 
 @dataclass(frozen=True, slots=True)
 class StepLaunched:
-    """The step of the orders before has been launched on the device.
+    """The step of the orders before, whose head has `marks`, has been launched on the device.
 
     Attributes:
         mark: reached when that step has finished.
@@ -196,6 +196,9 @@ class TransferThread:
         groups, index: this engine's cache groups, and this worker's index in its engine.
         first_contact: begins handshakes with peers, and is told when their agents are connected.
         results: where it reports; what was not taken before is kept.
+
+    Attributes:
+        inbox: what the thread is told, by any thread; to put a message returns at once.
     """
 
     def __init__(
@@ -249,7 +252,7 @@ class TransferThread:
         self._notifications = Notifications(fabric, self._table, self.results)
         # Orders of the last step, which are complete when it has been launched.
         self._incomplete: list[LeaseProgress | LeaseHold] = []
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._pace = PollPace()
         self._is_stopping = False
         self._withdrawal: Withdraw | None = None
@@ -280,24 +283,16 @@ class TransferThread:
         # one that reads the slot before it is open the lease has ended.
         for opened in head.opens:
             self._table.open(opened)
-        self._inbox.put(StepOrdered(head, frame, mark, arrived_s=time.monotonic()))
-
-    def complete(self, mark: DeviceMark) -> None:
-        """The step of the orders submitted last has been launched, and their head has `marks`. Returns at once.
-
-        Args:
-            mark: reached when that step has finished.
-        """
-        self._inbox.put(StepLaunched(mark))
+        self.inbox.put(StepOrdered(head, frame, mark, arrived_s=time.monotonic()))
 
     def wake(self) -> None:
         """Make the thread look for work; may be called from any thread."""
-        self._inbox.put(Signal.WAKE)
+        self.inbox.put(Signal.WAKE)
 
     def snapshot(self) -> Future[ThreadSnapshot]:
         """Ask for the state of the thread between two of its turns, for tests and debugging."""
         answer: Future[ThreadSnapshot] = Future()
-        self._inbox.put(TakeSnapshot(answer))
+        self.inbox.put(TakeSnapshot(answer))
         return answer
 
     def snapshot_now(self) -> ThreadSnapshot:
@@ -323,7 +318,7 @@ class TransferThread:
         if not self.is_running:
             return
         answer: Future[None] = Future()
-        self._inbox.put(Withdraw(time.monotonic() + timeout_s, answer))
+        self.inbox.put(Withdraw(time.monotonic() + timeout_s, answer))
         try:
             answer.result(timeout_s + _STUCK_S)
         except TimeoutError:
@@ -351,7 +346,7 @@ class TransferThread:
         # Before anything else: no consumer may read from now on, also if the thread is stuck.
         self._table.clear()
         if self.is_running:
-            self._inbox.put(Signal.STOP)
+            self.inbox.put(Signal.STOP)
             self._thread.join(_JOIN_S)
         if self.is_running:
             return False
@@ -452,13 +447,13 @@ class TransferThread:
     def _take_messages(self) -> None:
         """Wait for a message, no longer than `_wait_s`, and carry out all there are."""
         try:
-            message = self._inbox.get(timeout=self._wait_s())
+            message = self.inbox.get(timeout=self._wait_s())
             while True:
                 # Who only looks must not change how often the thread polls.
                 if not isinstance(message, TakeSnapshot):
                     self._pace.woken()
                 self._take(message)
-                message = self._inbox.get_nowait()
+                message = self.inbox.get_nowait()
         except queue.Empty:
             return
 

@@ -41,7 +41,7 @@ from kvferry.worker.peers.peer import PeerKey
 from kvferry.worker.registration import MemoryEvent, MemoryState, Registration
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.thread_snapshot import ThreadSnapshot
-from kvferry.worker.transfer_thread import TransferThread
+from kvferry.worker.transfer_thread import StepLaunched, TransferThread
 from kvferry.worker.worker_memory import WorkerMemory
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class FerryWorker:
         """All of the step's work on the device has been launched, on this thread. What it computes becomes readable
         when the device has finished."""
         if self._step_marks and self._now is not None:
-            self._now.thread.complete(self._device.mark())
+            self._now.thread.inbox.put(StepLaunched(self._device.mark()))
         self._step_marks = False
 
     def fail_step(self) -> None:
