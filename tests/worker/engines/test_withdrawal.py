@@ -295,8 +295,11 @@ def test_a_thread_that_is_stuck_in_a_call_keeps_the_pages(
     step_until(entered.is_set, "it is stuck", consumer)
     with pytest.raises(WithdrawalRefused, match="stuck in a call"):
         consumer.sleep()
+    # The engine goes on before the thread does: a prompt that it computes meanwhile can be read.
+    meanwhile = consumer.prefill(10, seed=4)
     go_on.set()
     rig.until_over(consumer, load)
+    assert rig.until_over(producer, producer.load(meanwhile.params)) is None
     wait_until(lambda: snapshot_of(consumer.worker).is_idle, "it goes on")
     rig.transfer(producer, consumer, seed=3)
 

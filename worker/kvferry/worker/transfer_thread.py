@@ -399,6 +399,10 @@ class TransferThread:
     # A withdrawal: the thread ends once nothing can write any more.
 
     def _begin_withdrawal(self, withdrawal: Withdraw) -> None:
+        # Its caller has given up while this thread was stuck. The engine has gone on since, and what it has opened
+        # meanwhile must not end.
+        if withdrawal.answer.cancelled():
+            return
         self._withdrawal = withdrawal
         self._table.end_all()
         self.runner.fail_all(FailureReason.WITHDRAWN, "this engine is put to sleep")

@@ -278,7 +278,8 @@ class FerryWorker:
         it, let no peer be described this worker's agent any more.
 
         Raises:
-            WithdrawalRefused: reads may still write then. The worker goes on; its leases and loads are over.
+            WithdrawalRefused: reads may still write then, or the thread is stuck in a call. The worker goes on; its
+                leases are over, and so are its loads, unless the thread is stuck.
         """
         now = self._now
         if now is None or not self.registration.is_registered:
