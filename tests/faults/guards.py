@@ -320,7 +320,7 @@ GUARDS = (
         "boots-received",
         "messages to a former life are ignored",
         (4, 6),
-        "kvferry.scheduler.step:receive_messages",
+        "kvferry.scheduler.producer.ledger:ProducerLedger.receive",
         switches.skip_the_boot_check,
         (
             "tests/scheduler/test_step.py::test_messages_to_another_boot_are_counted_and_change_nothing",

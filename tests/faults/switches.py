@@ -169,15 +169,15 @@ def any_epoch(_: Function) -> Function:
 
 
 def skip_the_boot_check(_: Function) -> Function:
-    def receive_messages(inbox: Any, leases: Any, _boot: str, _counters: Any) -> None:
+    def receive(leases: Any, messages: Any, _boot: str) -> None:
         from kvferry.protocol.handshake import Release
 
-        for received in inbox.take():
+        for received in messages:
             (leases.release if received.kind is Release else leases.renew)(
                 received.name
             )
 
-    return receive_messages
+    return receive
 
 
 def accept_any_boot(plan: Function) -> Function:

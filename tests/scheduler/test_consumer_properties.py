@@ -20,6 +20,7 @@ from kvferry.link.commands import (
 )
 from kvferry.link.counters import Counters
 from kvferry.protocol.errors import LocalProtocolError
+from kvferry.protocol.orders import LoadOrders
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.requests import PromptKind
@@ -230,7 +231,7 @@ class ConsumerHistories(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        orders = self.ledger.take_orders()
+        orders = self.ledger.take_orders().loads
         assert {order.request_id for order in orders} == self.orders
         assert len(orders) == len(self.orders)
         self.orders = set()
@@ -247,7 +248,7 @@ class ConsumerHistories(RuleBasedStateMachine):
         assert commands == self.expected
         self.ever += commands
         self.expected = []
-        assert self.ledger.take_orders() == ()
+        assert self.ledger.take_orders() == LoadOrders()
         assert self.ledger.take_commands() == ()
 
     @invariant()

@@ -6,7 +6,13 @@ import msgspec
 import pytest
 
 from kvferry.link.counters import Counters
-from kvferry.protocol.orders import Prewarm, decode_orders, encode_orders
+from kvferry.protocol.orders import (
+    LoadOrders,
+    Prewarm,
+    StepOrders,
+    decode_orders,
+    encode_orders,
+)
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer import ledger
 from kvferry.scheduler.consumer.ledger import (
@@ -16,7 +22,6 @@ from kvferry.scheduler.consumer.ledger import (
     PrewarmQueue,
 )
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.step import next_orders
 from tests.protocol.samples import BOOT, make_params, make_ticket
 
 PRODUCER = Prewarm.from_params(make_params())
@@ -29,12 +34,11 @@ def source(slot: int, **changes: object) -> RemotePrefill:
 def test_the_producer_of_a_prompt_is_prewarmed_by_the_orders_of_the_next_step_and_not_again_by_the_one_after() -> (
     None
 ):
-    counters = Counters()
-    leases, loads = ProducerLedger(4, 6.0, counters), ConsumerLedger(counters)
+    loads = ConsumerLedger(Counters())
     assert loads.offer("d1", source(1), 300, 5.0) is None
     assert loads.offer("d2", source(2), 300, 5.0) is None
     assert loads.offer("d3", source(3, remote_port=77), 300, 5.0) is None
-    orders = next_orders(leases, loads, BOOT, 5.0)
+    orders = loads.take_orders()
     assert [
         (prewarm.engine_id, prewarm.host, prewarm.port, prewarm.boot)
         for prewarm in orders.prewarms
@@ -43,7 +47,7 @@ def test_the_producer_of_a_prompt_is_prewarmed_by_the_orders_of_the_next_step_an
         ("prefill-0", "10.0.0.1", 77, BOOT),
     ]
     assert not orders.loads
-    assert not next_orders(leases, loads, BOOT, 5.0)
+    assert loads.take_orders() == LoadOrders()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,8 @@ def test_a_static_producer_is_prewarmed_once_and_requests_need_not_name_it_for_a
     static = msgspec.structs.replace(PRODUCER, is_static=True)
     loads.prewarms.expect(static, 0.0)
     loads.offer("d1", source(1), 300, 1.0)
-    orders = next_orders(ProducerLedger(4, 6.0, Counters()), loads, BOOT, 1.0)
+    lease_orders = ProducerLedger(4, 6.0, Counters()).take_orders(1.0)
+    orders = StepOrders.join(BOOT, lease_orders, loads.take_orders())
     assert orders.prewarms == (static,)
     assert decode_orders(encode_orders(orders)).prewarms == (static,)
     loads.offer("d2", source(2), 300, AGAIN_S)

@@ -16,6 +16,7 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import (
     Epoch,
 )
+from kvferry.protocol.orders import LeaseOrders
 from kvferry.protocol.slots import (
     EMPTY,
     Done,
@@ -23,7 +24,7 @@ from kvferry.protocol.slots import (
     slot_word,
 )
 from kvferry.scheduler.producer.block_references import Reservation
-from kvferry.scheduler.producer.ledger import LeaseOrders, ProducerLedger
+from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.requests import LeaseUse
 from kvferry.worker.leases import LeaseTable
 from tests.draws import draws

@@ -15,7 +15,6 @@ from kvferry.protocol.handshake import LeaseName, Release, Renew
 from kvferry.protocol.orders import StepOrders
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.step import next_orders, receive_messages
 from tests.link.channel import free_port
 from tests.protocol.samples import BOOT, EPOCH
 
@@ -34,8 +33,9 @@ class Scheduler:
 
     def step(self, passed_s: float = 0.0) -> StepOrders:
         self.now_s += passed_s
-        receive_messages(self.listener.inbox, self.leases, BOOT, self.counters)
-        return next_orders(self.leases, self.loads, BOOT, self.now_s)
+        self.leases.receive(self.listener.inbox.take(), BOOT)
+        lease_orders = self.leases.take_orders(self.now_s)
+        return StepOrders.join(BOOT, lease_orders, self.loads.take_orders())
 
     def hold(self) -> LeaseName:
         self.leases.open("p")

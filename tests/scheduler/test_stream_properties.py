@@ -18,11 +18,11 @@ from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.ids import (
     Epoch,
 )
-from kvferry.protocol.orders import LeaseProgress
+from kvferry.protocol.orders import LeaseOrders, LeaseProgress
 from kvferry.protocol.slots import (
     EMPTY,
 )
-from kvferry.scheduler.producer.ledger import LeaseOrders, ProducerLedger
+from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.requests import LeaseUse, ProducerLease
 from tests.draws import draws
 from tests.fakes.device_mark import FakeMark

@@ -66,7 +66,6 @@ from kvferry.scheduler.requests import (
     LeaseState,
     ProducerLease,
 )
-from kvferry.scheduler.step import next_orders, receive_messages
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.loads.results import StepResults
@@ -287,8 +286,9 @@ class StandaloneEngine:
         Returns:
             The requests that have ended since the last step.
         """
-        receive_messages(self.listener.inbox, self.leases, self.boot, self.counters)
-        self.order(next_orders(self.leases, self.loads, self.boot, time.monotonic()))
+        self.leases.receive(self.listener.inbox.take(), self.boot)
+        lease_orders = self.leases.take_orders(time.monotonic())
+        self.order(StepOrders.join(self.boot, lease_orders, self.loads.take_orders()))
         try:
             compute()
         except BaseException:

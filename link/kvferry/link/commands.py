@@ -183,10 +183,13 @@ class LeaseInbox:
 
     An idle engine takes no steps for minutes, while consumers renew with every heartbeat. So one entry is kept for each
     lease and kind: a renewal replaces the one before it. The time of its arrival is kept, since it counts from there.
+
+    Attributes:
+        received: what waits. Its truth may be read on any thread; at worst a message is seen a step later.
     """
 
     def __init__(self) -> None:
-        self._received: dict[
+        self.received: dict[
             tuple[type[LeaseMessage], str, LeaseName], float | None
         ] = {}
         self._lock = threading.Lock()
@@ -198,7 +201,7 @@ class LeaseInbox:
             for name in dict.fromkeys(message.leases)
         ]
         # Without the lock: the engine's thread only ever takes all of it, and then there are fewer.
-        received = self._received
+        received = self.received
         num_new = sum(key not in received for key in keys)
         if len(received) + num_new > limits.MAX_WAITING_LEASES:
             return False
@@ -207,22 +210,22 @@ class LeaseInbox:
             with self._lock:
                 for key in keys[start : start + limits.LEASES_AT_ONCE]:
                     # Popped, so that the latest is last: a renewal and a release are applied in the order they came in.
-                    self._received.pop(key, None)
-                    self._received[key] = received_s
+                    self.received.pop(key, None)
+                    self.received[key] = received_s
         return True
 
     def take(self) -> list[ReceivedLease]:
         """Remove and return all entries, in the order of their latest arrival."""
-        if not self._received:
+        if not self.received:
             return []
         with self._lock:
-            received = self._received
-            self._received = {}
+            received = self.received
+            self.received = {}
         return [ReceivedLease(*key, received_s) for key, received_s in received.items()]
 
     def qsize(self) -> int:
         """The number of waiting entries; a lease that was renewed and released counts twice."""
-        return len(self._received)
+        return len(self.received)
 
     def empty(self) -> bool:
-        return not self._received
+        return not self.received

@@ -23,6 +23,7 @@ within one step ends up with its new lease.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final, Literal
 
@@ -172,6 +173,28 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
     cancels: tuple[str, ...] = ()
     prewarms: tuple[Prewarm, ...] = ()
 
+    @classmethod
+    def join(
+        cls,
+        boot: str,
+        leases: LeaseOrders,
+        loads: LoadOrders,
+        fails: tuple[str, ...] = (),
+    ) -> StepOrders:
+        """The orders of both ledgers, for every worker of the engine of this `boot`."""
+        return cls(
+            boot=boot,
+            opens=tuple(leases.opens),
+            holds=tuple(leases.holds),
+            progress=tuple(leases.progress),
+            completions=tuple(leases.completions),
+            ends=tuple(leases.ends),
+            loads=loads.loads,
+            fails=fails,
+            cancels=loads.cancels,
+            prewarms=loads.prewarms,
+        )
+
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
         has_leases = (
@@ -179,6 +202,77 @@ class StepOrders(msgspec.Struct, frozen=True, kw_only=True):
         )
         has_loads = self.loads or self.fails or self.cancels or self.prewarms
         return bool(has_leases or has_loads)
+
+
+# What no step has sent yet.
+
+
+@dataclass(slots=True)
+class LeaseOrders:
+    """Lease orders that no step has sent yet."""
+
+    opens: list[LeaseOpen] = field(default_factory=list)
+    holds: list[LeaseHold] = field(default_factory=list)
+    progress: list[LeaseProgress] = field(default_factory=list)
+    completions: list[LeaseHold] = field(default_factory=list)
+    ends: list[LeaseEnd] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.opens or self.holds or self.progress or self.completions or self.ends
+        )
+
+    def take(self) -> LeaseOrders:
+        """All orders; this object is empty then."""
+        # The object stays the same one: the ledger and its streams both add to it.
+        taken = LeaseOrders(
+            self.opens, self.holds, self.progress, self.completions, self.ends
+        )
+        self.opens = []
+        self.holds = []
+        self.progress = []
+        self.completions = []
+        self.ends = []
+        return taken
+
+    def withdraw(self, slot: int) -> bool:
+        """Drop the orders that were not sent for the lease of a slot, which is over.
+
+        Returns:
+            True if an order for this lease was or will be sent; the caller must then send an end.
+        """
+        self.progress = [order for order in self.progress if order.slot != slot]
+        opened_at = self._first_open_of(slot)
+        if opened_at is None:
+            return True
+        # Orders before it stay: they are of an earlier lease of the slot, which the workers know and end.
+        kept = self.opens[:opened_at]
+        for order in self.opens[opened_at:]:
+            if order.slot != slot:
+                kept.append(order)
+        self.opens = kept
+        return False
+
+    def _first_open_of(self, slot: int) -> int | None:
+        """The position of the order that opens the present lease of a slot; None if it was sent already."""
+        for position in reversed(range(len(self.opens))):
+            order = self.opens[position]
+            # Only the first open of a lease has no row: the others give a stream that restarted another epoch.
+            if order.slot == slot and order.row is None:
+                return position
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrders:
+    """Orders of the consumer's ledger; the fields are those of `StepOrders`."""
+
+    loads: tuple[LoadOrder, ...] = ()
+    cancels: tuple[str, ...] = ()
+    prewarms: tuple[Prewarm, ...] = ()
+
+
+# On the wire.
 
 
 class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,18 @@
-"""State machines as tables: every transition that may happen is one row, and every other one raises."""
+"""State machines as tables: every transition that may happen is one row, and every other one raises.
+
+    TABLE = {(State.A, Event.X): State.B, (State.B, Event.Y): None}
+
+    try:
+        after = TABLE[state, event]
+    except KeyError:
+        raise cannot_happen(subject, state, event) from None
+
+The table is looked up where the state is kept: a transition of every step is no call.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from typing import TypeVar
 
 from kvferry.protocol.errors import LocalProtocolError
 
@@ -16,25 +24,10 @@ class TableEnum(enum.Enum):
     __hash__ = object.__hash__
 
 
-State = TypeVar("State", bound=enum.Enum)
-Event = TypeVar("Event", bound=enum.Enum)
-After = TypeVar("After", bound=enum.Enum | None)
-
-
-def next_state(
-    transitions: Mapping[tuple[State, Event], After],
-    state: State,
-    event: Event,
-    subject: object,
-) -> After:
-    """The state after `event` by a table of all transitions of a state machine; None, where a table has it, ends it.
-
-    Raises:
-        LocalProtocolError: `event` may not happen in `state`; the text begins with `str(subject)`.
-    """
-    try:
-        return transitions[state, event]
-    except KeyError:
-        raise LocalProtocolError(
-            f"{subject}: {event.name} cannot happen in state {state.name}"
-        ) from None
+def cannot_happen(
+    subject: object, state: enum.Enum, event: enum.Enum
+) -> LocalProtocolError:
+    """The error for an event that has no row in this state; its text begins with `str(subject)`."""
+    return LocalProtocolError(
+        f"{subject}: {event.name} cannot happen in state {state.name}"
+    )

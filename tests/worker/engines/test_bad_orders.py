@@ -171,7 +171,7 @@ def test_loads_of_orders_that_cannot_be_read_fail_and_later_ones_are_good(
     consumer.loads.allocated(
         "lost", consumer.loads.matched_tokens("lost", 0), (blocks,)
     )
-    orders = StepOrders(boot=consumer.boot, loads=consumer.loads.take_orders())
+    orders = StepOrders(boot=consumer.boot, loads=consumer.loads.take_orders().loads)
     consumer.worker.carry_out(encode_head(orders), encode_orders(orders)[:-3])
     rig.step_until(lambda: consumer.seen.failed, "the load has failed")
     assert consumer.seen.failed == {"lost": FailureReason.ORDERS}

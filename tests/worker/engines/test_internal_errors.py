@@ -108,7 +108,7 @@ def test_loads_are_carried_out_although_the_leases_of_their_step_cannot_be(
     )
     end = LeaseEnd(request_id="held", slot=0, epoch=params.kvferry.lease_epoch)
     orders = StepOrders(
-        boot=consumer.boot, loads=consumer.loads.take_orders(), ends=(end,)
+        boot=consumer.boot, loads=consumer.loads.take_orders().loads, ends=(end,)
     )
 
     def broken(*_: object) -> None:

@@ -22,7 +22,7 @@ so do the others.
 from __future__ import annotations
 
 from kvferry.protocol.errors import KvferryError
-from kvferry.protocol.transitions import TableEnum, next_state
+from kvferry.protocol.transitions import TableEnum, cannot_happen
 
 
 class MemoryState(TableEnum):
@@ -84,7 +84,8 @@ class Registration:
         Raises:
             LocalProtocolError: it cannot happen in this state, which stays.
         """
-        self.state = next_state(MEMORY_TRANSITIONS, self.state, event, self)
+        self.check(event)
+        self.state = MEMORY_TRANSITIONS[self.state, event]
         if event is MemoryEvent.REGISTERED:
             self.generation += 1
 
@@ -94,7 +95,8 @@ class Registration:
         Raises:
             LocalProtocolError: it cannot.
         """
-        next_state(MEMORY_TRANSITIONS, self.state, event, self)
+        if (self.state, event) not in MEMORY_TRANSITIONS:
+            raise cannot_happen(self, self.state, event)
 
     @property
     def is_registered(self) -> bool:

@@ -34,7 +34,7 @@ from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.taken_back import UndoneSteps
 from kvferry.connector.scheduler_side.tickets import TicketBuilder
 from kvferry.connector.vllm.scheduler import has_ended_by_error
-from kvferry.protocol.orders import encode_head, encode_orders
+from kvferry.protocol.orders import StepOrders, encode_head, encode_orders
 from kvferry.scheduler.requests import (
     IN_FLIGHT,
     LeaseState,
@@ -43,7 +43,6 @@ from kvferry.scheduler.requests import (
     RemotePrompt,
     RemotePromptState,
 )
-from kvferry.scheduler.step import next_orders
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -345,14 +344,15 @@ class EngineStep:
         # After eviction, which may need what prefixes would take.
         computes = bool(num_tokens)
         self._parts.prefix_leases.step(computes=computes)
-        orders = next_orders(
-            self._context.leases,
-            self._context.loads,
+        orders = StepOrders.join(
             self._context.local.boot,
-            time.monotonic(),
+            self._context.leases.take_orders(
+                time.monotonic(),
+                # While the engine wakes, leases that were read during its sleep would count as expired.
+                may_expire=not self._parts.steps.is_waking,
+            ),
+            self._context.loads.take_orders(),
             self._parts.queries.take_failing(),
-            # While the engine wakes, leases that were read during its sleep would count as expired.
-            may_expire=not self._parts.steps.is_waking,
         )
         self._parts.admission.look_again()
         self._stalls.step(computes)

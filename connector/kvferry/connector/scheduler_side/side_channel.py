@@ -37,7 +37,6 @@ from kvferry.protocol.hosts import HOST_VARIABLE, address_of, host_port
 from kvferry.protocol.orders import Prewarm
 from kvferry.scheduler.producer.prefix_directory import PrefixDirectory
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
-from kvferry.scheduler.step import receive_messages
 
 logger = logging.getLogger(__name__)
 
@@ -160,13 +159,9 @@ class SideChannel:
 
     def receive(self) -> None:
         """Apply the renewals and releases that have arrived, and prewarm the producers that have answered."""
-        if self.listener is not None:
-            receive_messages(
-                self.listener.inbox,
-                self._leases,
-                self.local.memory.boot,
-                self._counters,
-            )
+        if self.listener is not None and self.listener.inbox.received:
+            messages = self.listener.inbox.take()
+            self._leases.receive(messages, self.local.memory.boot)
         if self._prewarmer is not None:
             self.poll()
         while self._prewarmed:

@@ -25,9 +25,9 @@ from kvferry.link.counters import Counters
 from kvferry.link.limits import has_share
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.hosts import one_spelling
-from kvferry.protocol.orders import LoadOrder, Prewarm
+from kvferry.protocol.orders import LoadOrder, LoadOrders, Prewarm
 from kvferry.protocol.params import RemotePrefill
-from kvferry.protocol.transitions import next_state
+from kvferry.protocol.transitions import cannot_happen
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.requests import (
     CLAIMING,
@@ -321,17 +321,15 @@ class ConsumerLedger:
         self.in_flight = 0
         self.loading = 0
 
-    def take_orders(self) -> tuple[LoadOrder, ...]:
-        """The loads ordered since the last call."""
-        orders = tuple(self._orders)
+    def take_orders(self) -> LoadOrders:
+        """Since the last call: the loads, those whose requests were aborted, and the producers to prewarm."""
+        prewarms: tuple[Prewarm, ...] = ()
+        if self.prewarms.waiting:
+            prewarms = self.prewarms.take()
+        orders = LoadOrders(tuple(self._orders), tuple(self._cancels), prewarms)
         self._orders.clear()
-        return orders
-
-    def take_cancels(self) -> tuple[str, ...]:
-        """The loads whose requests were aborted since the last call."""
-        cancels = tuple(self._cancels)
         self._cancels.clear()
-        return cancels
+        return orders
 
     def take_commands(self) -> tuple[LeaseCommand, ...]:
         """Commands for the side channel since the last call, in order."""
@@ -355,7 +353,10 @@ class ConsumerLedger:
 
     def _advance(self, prompt: RemotePrompt, event: RemotePromptEvent) -> None:
         before = prompt.state
-        after = next_state(REMOTE_PROMPT_TRANSITIONS, before, event, prompt)
+        try:
+            after = REMOTE_PROMPT_TRANSITIONS[before, event]
+        except KeyError:
+            raise cannot_happen(prompt, before, event) from None
         # Here alone, so that no transition is missed.
         self.loading += after is RemotePromptState.LOADING
         self.loading -= before is RemotePromptState.LOADING
@@ -439,13 +440,16 @@ class PrewarmQueue:
     The handshake (a description, a plan, a first read) then proceeds while the request waits. A worker that drops a
     producer does not report it here: so the next request that names it queues it again after `AGAIN_S`, or after a load
     from it has failed.
+
+    Attributes:
+        waiting: for the next step's orders.
     """
 
     def __init__(self) -> None:
         # When each was queued last; the one that was named last is last. The workers may have dropped one since without
         # a word, so it is queued again after `AGAIN_S`.
         self._named_s: dict[Prewarm, float] = {}
-        self._waiting: list[Prewarm] = []
+        self.waiting: list[Prewarm] = []
         # Of those that clients have named: static peers have no share.
         self._by_host: Counter[str] = Counter()
 
@@ -459,7 +463,7 @@ class PrewarmQueue:
             was_prewarmed = named_s is not None and now_s < named_s + AGAIN_S
             if was_prewarmed or not self._take_place(named.host):
                 return
-        self._waiting.append(producer)
+        self.waiting.append(producer)
         self.forget(named)
         self._named_s[named] = now_s
         if len(self._named_s) > MAX_NAMED:
@@ -479,8 +483,8 @@ class PrewarmQueue:
 
     def take(self) -> tuple[Prewarm, ...]:
         """The producers to prewarm since the last call."""
-        waiting = tuple(self._waiting)
-        self._waiting.clear()
+        waiting = tuple(self.waiting)
+        self.waiting.clear()
         self._by_host.clear()
         return waiting
 

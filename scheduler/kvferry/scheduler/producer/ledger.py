@@ -1,25 +1,25 @@
 """The producer's ledger: whose blocks are leased under which slot, and until when. No I/O, no clock.
 
-It has the lease table's slots and the orders that no step has sent yet (`LeaseSlots`, `LeaseOrders`), the streams of
-prompts that are read while they are computed (`PublishedStreams`), and the times at which held leases run out
-(`Deadlines`).
+It has the lease table's slots (`LeaseSlots`), the streams of prompts that are read while they are computed
+(`PublishedStreams`), and the times at which held leases run out (`Deadlines`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.link.awake_clock import AwakeClock, heartbeat_s
+from kvferry.link.commands import ReceivedLease
 from kvferry.link.counters import Counters
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.protocol.handshake import LeaseName
+from kvferry.protocol.handshake import LeaseName, Release
 from kvferry.protocol.ids import Epoch
-from kvferry.protocol.orders import LeaseEnd, LeaseHold, LeaseOpen, LeaseProgress
+from kvferry.protocol.orders import LeaseHold, LeaseOpen, LeaseOrders, LeaseProgress
 from kvferry.protocol.params import Blocks
 from kvferry.protocol.slots import STREAM_ROWS, epoch_to_text, new_epoch
-from kvferry.protocol.transitions import next_state
+from kvferry.protocol.transitions import cannot_happen
 from kvferry.scheduler.block_pool import BlockPool
 from kvferry.scheduler.producer.block_references import (
     BlockReferences,
@@ -277,6 +277,22 @@ class ProducerLedger:
         if self.observer is not None:
             self.observer.lease_over(lease, how)
 
+    def receive(self, messages: Iterable[ReceivedLease], boot: str) -> None:
+        """Apply the renewals and releases that have arrived over the side channel: before leases expire.
+
+        Those addressed to another `boot` than this engine's are counted (`renewals_unknown`, `releases_unknown`) and
+        dropped.
+        """
+        for received in messages:
+            is_release = received.kind is Release
+            if received.boot != boot:
+                metric = "releases_unknown" if is_release else "renewals_unknown"
+                self._counters.add(metric)
+            elif is_release:
+                self.release(received.name)
+            else:
+                self.renew(received.name, received.received_s)
+
     def renew(self, name: LeaseName, received_s: float | None = None) -> bool:
         """Extend the lease to at least `lease_s` after `received_s`. False when there is no such lease.
 
@@ -413,7 +429,10 @@ class ProducerLedger:
         return lease
 
     def _advance(self, lease: ProducerLease, event: LeaseEvent) -> None:
-        after = next_state(LEASE_TRANSITIONS, lease.state, event, lease)
+        try:
+            after = LEASE_TRANSITIONS[lease.state, event]
+        except KeyError:
+            raise cannot_happen(lease, lease.state, event) from None
         if after is not None:
             lease.state = after
             return
@@ -429,7 +448,7 @@ class ProducerLedger:
             self.num_prefix_blocks -= len(lease.block_ids)
 
 
-# Slots, and the orders to the workers.
+# Slots.
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,62 +516,6 @@ class LeaseSlots:
 
     def _new_name(self, slot: int) -> LeaseName:
         return LeaseName(slot=slot, epoch=epoch_to_text(self._draw_epoch()))
-
-
-@dataclass(slots=True)
-class LeaseOrders:
-    """Lease orders that no step has sent yet."""
-
-    opens: list[LeaseOpen] = field(default_factory=list)
-    holds: list[LeaseHold] = field(default_factory=list)
-    progress: list[LeaseProgress] = field(default_factory=list)
-    completions: list[LeaseHold] = field(default_factory=list)
-    ends: list[LeaseEnd] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(
-            self.opens or self.holds or self.progress or self.completions or self.ends
-        )
-
-    def take(self) -> LeaseOrders:
-        """All orders; this object is empty then."""
-        # The object stays the same one: the ledger and its streams both add to it.
-        taken = LeaseOrders(
-            self.opens, self.holds, self.progress, self.completions, self.ends
-        )
-        self.opens = []
-        self.holds = []
-        self.progress = []
-        self.completions = []
-        self.ends = []
-        return taken
-
-    def withdraw(self, slot: int) -> bool:
-        """Drop the orders that were not sent for the lease of a slot, which is over.
-
-        Returns:
-            True if an order for this lease was or will be sent; the caller must then send an end.
-        """
-        self.progress = [order for order in self.progress if order.slot != slot]
-        opened_at = self._first_open_of(slot)
-        if opened_at is None:
-            return True
-        # Orders before it stay: they are of an earlier lease of the slot, which the workers know and end.
-        kept = self.opens[:opened_at]
-        for order in self.opens[opened_at:]:
-            if order.slot != slot:
-                kept.append(order)
-        self.opens = kept
-        return False
-
-    def _first_open_of(self, slot: int) -> int | None:
-        """The position of the order that opens the present lease of a slot; None if it was sent already."""
-        for position in reversed(range(len(self.opens))):
-            order = self.opens[position]
-            # Only the first open of a lease has no row: the others give a stream that restarted another epoch.
-            if order.slot == slot and order.row is None:
-                return position
-        return None
 
 
 # Streams.

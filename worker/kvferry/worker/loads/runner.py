@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, KeysView
 from kvferry.link.awake_clock import LONGEST_TURN_S, AwakeClock
 from kvferry.protocol.errors import InvalidParams, LocalProtocolError
 from kvferry.protocol.orders import FailureReason, LoadOrder
-from kvferry.protocol.transitions import next_state
+from kvferry.protocol.transitions import cannot_happen
 from kvferry.worker.device import DeviceMark
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.loads.load import (
@@ -78,8 +78,9 @@ class LoadsByState:
         """
         before = load.state
         try:
-            after = next_state(LOAD_TRANSITIONS, before, event, load)
-        except LocalProtocolError as error:
+            after = LOAD_TRANSITIONS[before, event]
+        except KeyError:
+            error = cannot_happen(load, before, event)
             raise LocalProtocolError(f"{error}; {load.story}") from None
         if (event is LoadEvent.PARK) != (wait is not None):
             raise LocalProtocolError(
