@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -49,7 +49,14 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     Tested with vLLM 0.32 and 0.33. A hook that only one of them calls has no effect in the other. The hooks of a sleep
     are 0.33's; under 0.32 the adapter calls them (`connector/vllm/sleep.py`).
+
+    Attributes:
+        scheduler_side: the part in the scheduler's process; in a worker its use raises LocalProtocolError.
+        worker_side: the part in a worker's process; in the scheduler its use raises LocalProtocolError.
     """
+
+    scheduler_side: SchedulerSide
+    worker_side: WorkerSide
 
     # vLLM reads this attribute to attribute the tokens of a load (`get_external_cache_hit_sources`).
     _cache_hit_source = CacheHitSource.P2P
@@ -66,30 +73,25 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         config = read_config(transfer.kv_connector_extra_config, transfer.kv_connector)
         check_supported(vllm_config)
         check_role(config, transfer.kv_role)
-        self._scheduler_side: SchedulerSide | None = None
-        self._worker_side: WorkerSide | None = None
+        # Each process has one of the two, see `__getattr__`.
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler_side = SchedulerSide(vllm_config, kv_cache_config, config)
+            self.scheduler_side = SchedulerSide(vllm_config, kv_cache_config, config)
             if can_sleep(vllm_config):
-                follow_sleep(transfer.engine_id, self._scheduler_side)
+                follow_sleep(transfer.engine_id, self.scheduler_side)
         else:
-            self._worker_side = WorkerSide(vllm_config, kv_cache_config, config)
+            self.worker_side = WorkerSide(vllm_config, kv_cache_config, config)
             if can_sleep(vllm_config):
-                guard_sleep(self._worker_side)
+                guard_sleep(self.worker_side)
 
-    @property
-    def scheduler_side(self) -> SchedulerSide:
-        """The part in the scheduler's process."""
-        if self._scheduler_side is None:
-            raise LocalProtocolError("a scheduler's hook was called in a worker")
-        return self._scheduler_side
+    if not TYPE_CHECKING:  # mypy would accept any attribute
 
-    @property
-    def worker_side(self) -> WorkerSide:
-        """The part in a worker's process."""
-        if self._worker_side is None:
-            raise LocalProtocolError("a worker's hook was called in the scheduler")
-        return self._worker_side
+        def __getattr__(self, name: str) -> NoReturn:
+            """Called for what this object has not, such as the side of the other role."""
+            if name == "scheduler_side":
+                raise LocalProtocolError("a scheduler's hook was called in a worker")
+            if name == "worker_side":
+                raise LocalProtocolError("a worker's hook was called in the scheduler")
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     # Class methods.
 
@@ -186,7 +188,9 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step although it has no requests."""
-        return self._scheduler_side is not None and self._scheduler_side.must_step()
+        return (
+            self.role is KVConnectorRole.SCHEDULER and self.scheduler_side.must_step()
+        )
 
     def reset_cache(self) -> bool | None:
         return self.scheduler_side.life.reset()
@@ -248,14 +252,15 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
     # Both.
 
     def get_kv_connector_stats(self) -> FerryStats | None:
-        if self._scheduler_side is not None:
-            return self._scheduler_side.monitor.take_stats()
+        if self.role is KVConnectorRole.SCHEDULER:
+            return self.scheduler_side.monitor.take_stats()
         return self.worker_side.take_stats()
 
     def shutdown(self) -> None:
-        for side in (self._scheduler_side, self._worker_side):
-            if side is not None:
-                side.close()
+        if self.role is KVConnectorRole.SCHEDULER:
+            self.scheduler_side.close()
+        else:
+            self.worker_side.close()
 
 
 # MultiConnector looks classes up by name, even if VLLM_PLUGINS leaves the plugin out.
