@@ -82,6 +82,7 @@ def test_blocks_are_taken_only_under_the_same_version_of_the_weights(
     producer, consumer = pair
     for node, version in zip(pair, versions, strict=True):
         weights = local_of(node).weights
+        monkeypatch.setattr(weights, "is_attached", True)
         monkeypatch.setattr(weights, "version", lambda version=version: version)
     consumer.engine.add("d", PROMPT, producer.prefill("p", PROMPT), max_tokens=COUNT)
     assert consumer.answer("d").tokens == expected_tokens(PROMPT, COUNT)
@@ -98,7 +99,9 @@ def test_a_prompt_that_is_computed_again_with_new_weights_is_offered_as_theirs(
     producer.engine.add("p", long, {"do_remote_decode": True}, max_tokens=1)
     producer.step()
     assert producer.engine.scheduler.reset_prefix_cache(True, True)
-    monkeypatch.setattr(local_of(producer).weights, "version", lambda: "step-7")
+    weights = local_of(producer).weights
+    monkeypatch.setattr(weights, "is_attached", True)
+    monkeypatch.setattr(weights, "version", lambda: "step-7")
     params = producer.answer("p").params
     assert params is not None
     consumer.engine.add("d", long, params, max_tokens=COUNT)

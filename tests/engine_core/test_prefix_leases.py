@@ -463,6 +463,7 @@ def test_other_weights_forget_what_was_listed(
     with asking(node) as asker:
         asker.send(query_of(PROMPT))
         asker.receive()
+        monkeypatch.setattr(weights, "is_attached", True)
         monkeypatch.setattr(weights, "version", lambda: "v2")
         node.until(asker.has_answer)
         assert asker.receive().reason == "no_prefix"

@@ -476,6 +476,7 @@ def test_weights_that_change_while_a_request_waits_make_its_answer_useless(
     asker.engine.add("d", PROMPT, named(answerer), max_tokens=COUNT)
     asker.until(lambda: answerer.queries)
     local = asker.engine.connector.scheduler_side.channel.local
+    monkeypatch.setattr(local.weights, "is_attached", True)
     monkeypatch.setattr(type(local.weights), "version", lambda _: "step-7")
     answerer.say(ticket(answerer.queries[0].number, params))
     until((asker, source), lambda: asker.engine.answers["d"].finish_reason is not None)

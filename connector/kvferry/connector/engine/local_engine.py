@@ -291,6 +291,9 @@ class LocalEngine:
         adapter: str | None = None
         if request.lora_request is not None:
             adapter = self.adapters.content_of(request.lora_request)
+        weights = ""
+        if self.weights.is_attached:
+            weights = self.weights.version()
         media: list[Media] = []
         for feature in request.mm_features:
             position = feature.mm_position
@@ -301,7 +304,7 @@ class LocalEngine:
             lora=adapter,
             salt=request.cache_salt,
             media=tuple(media),
-            weights=self.weights.version(),
+            weights=weights,
         )
 
 

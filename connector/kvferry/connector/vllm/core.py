@@ -258,9 +258,13 @@ class RunningWeights:
     call to all workers, which the engine core forwards (`EngineCore.collective_rpc`, v1/engine/core.py:1073): there it
     is noticed by the name of the called method. Weights that were updated and have no name yet are those of no other
     engine.
+
+    Attributes:
+        is_attached: whether updates are noticed. Until then, and where there is no core, they are those of the start.
     """
 
     def __init__(self) -> None:
+        self.is_attached = False
         self._core: Any = None
         self._num_updates = 0
         self._is_unnamed = False
@@ -283,10 +287,11 @@ class RunningWeights:
 
         core.collective_rpc = noticed
         self._core = core
+        self.is_attached = True
 
     def version(self) -> str:
         """The name; empty for the weights of the start, which need none, and where there is no core."""
-        if self._core is None:
+        if not self.is_attached:
             return ""
         name = str(self._core.get_weight_version())
         if self._is_unnamed and name == self._name_before:
