@@ -23,6 +23,7 @@ from kvferry.protocol.queries import (
 from kvferry.scheduler.producer import prefix_directory
 from kvferry.scheduler.producer.prefix_directory import (
     CachedPrefix,
+    ListedSequence,
     PrefixDirectory,
     QueriedPrefix,
 )
@@ -92,10 +93,19 @@ class Scene:
         self.directory.wake = self._woken
         self.directory.wake_engine = self._engine_woken
         self.hashes = [b"%d" % end for end in range(BLOCK, len(TOKENS), BLOCK)]
-        self.sequence = self.directory.admitted(
-            Prompt(tokens=TOKENS), self.hashes, len(TOKENS)
-        )
+        self.sequence = self.admit(TOKENS, self.hashes)
         self.cache.cache(self.hashes)
+
+    def admit(self, tokens: Sequence[int], hashes: Sequence[bytes]) -> ListedSequence:
+        sequence = ListedSequence(
+            Prompt(tokens=tokens), hashes, len(tokens), self.directory.generation
+        )
+        self.directory.reports.append(sequence)
+        return sequence
+
+    def grow(self, sequence: ListedSequence, num_tokens: int) -> None:
+        sequence.num_tokens = num_tokens
+        self.directory.reports.append(sequence)
 
     def ask(self, number: int = 1, **changes: Any) -> Answer:
         request = FindPrefixes(client_id="d", queries=(query(number, **changes),))
@@ -143,7 +153,7 @@ def has_news(scene: Scene) -> bool:
 
 
 def needs_step(scene: Scene) -> bool:
-    return scene.directory.needs_step
+    return bool(scene.directory.wanted or scene.directory.given_up)
 
 
 def lease_of(name: str = "lease") -> ProducerLease:
@@ -252,7 +262,7 @@ def test_a_cache_whose_hits_end_at_no_digest_is_not_looked_through_for_every_len
     monkeypatch.setattr(scene.cache, "find", one_block_less)
     tokens = list(range(20 * CHUNK_TOKENS))
     hashes = [b"%d" % end for end in range(BLOCK, len(tokens) + 1, BLOCK)]
-    scene.directory.admitted(Prompt(tokens=tokens), hashes, len(tokens))
+    scene.admit(tokens, hashes)
     scene.cache.cache(hashes)
     assert scene.ask(tokens=tokens).reason == "no_prefix"
     assert len(tried) == 4
@@ -360,36 +370,36 @@ def test_after_a_reset_nothing_of_before_is_found(scene: Scene) -> None:
     scene.directory.changed(queried)
     assert scene.change().reason == "no_prefix"
     assert scene.ask(2).reason == "no_prefix"
-    scene.directory.grown(scene.sequence, len(TOKENS))
+    scene.grow(scene.sequence, len(TOKENS))
     assert scene.ask(3).reason == "no_prefix", "it was admitted before the reset"
-    scene.directory.admitted(Prompt(tokens=TOKENS), scene.hashes, len(TOKENS))
+    scene.admit(TOKENS, scene.hashes)
     assert scene.ask(4).progress is PromptProgress.QUEUED
 
 
 def test_an_answer_is_the_beginning_of_the_next_prompt(scene: Scene) -> None:
     tokens = list(TOKENS)
     hashes = list(scene.hashes)
-    sequence = scene.directory.admitted(Prompt(tokens=tokens), hashes, len(tokens))
+    sequence = scene.admit(tokens, hashes)
     longer = [*tokens, *range(5000, 5000 + CHUNK_TOKENS)]
     tokens += longer[len(tokens) :]
     hashes += [b"%d" % end for end in range(1040, len(longer) + 1, BLOCK)]
     scene.cache.cache(hashes)
     scene.ask(1, tokens=longer)
     assert scene.wanted().found.num_tokens == 4 * CHUNK_TOKENS
-    scene.directory.grown(sequence, len(tokens))
+    scene.grow(sequence, len(tokens))
     scene.ask(2, tokens=longer)
     assert scene.wanted().found.num_tokens == 5 * CHUNK_TOKENS
 
 
 def test_a_token_that_has_no_digest_hides_its_request_alone(scene: Scene) -> None:
-    scene.directory.admitted(Prompt(tokens=[-1] * 300), [], 300)
+    scene.admit([-1] * 300, [])
     assert scene.ask().progress is PromptProgress.QUEUED
 
 
 def test_sequences_that_pile_up_are_listed_without_a_query(scene: Scene) -> None:
     assert not has_news(scene)
     for _ in range(prefix_directory._MANY_REPORTS):
-        scene.directory.grown(scene.sequence, len(TOKENS))
+        scene.grow(scene.sequence, len(TOKENS))
     assert has_news(scene)
     scene.directory.changes()
     assert not has_news(scene)

@@ -56,7 +56,11 @@ from kvferry.protocol.prefix_sources import (
 from kvferry.protocol.queries import MAX_CHAIN_DIGESTS, PrefixRefusal
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate, whole_chunks
 from kvferry.scheduler.producer.block_references import Reservation
-from kvferry.scheduler.producer.prefix_directory import PrefixDirectory, QueriedPrefix
+from kvferry.scheduler.producer.prefix_directory import (
+    ListedSequence,
+    PrefixDirectory,
+    QueriedPrefix,
+)
 from kvferry.scheduler.requests import LeaseUse, PrefixSearch, PromptKind
 
 if TYPE_CHECKING:
@@ -435,7 +439,7 @@ class PrefixLeases:
     @property
     def needs_step(self) -> bool:
         """True if a step has something to do here."""
-        return bool(self._taking) or self._directory.needs_step
+        return bool(self._taking or self._directory.wanted or self._directory.given_up)
 
     # A request.
 
@@ -459,14 +463,22 @@ class PrefixLeases:
         may_change = adapter is not None and adapter.load_inplace
         if is_listed or entry.request.resumable or may_change:
             return
-        entry.listed_sequence = directory.admitted(
-            prompt, entry.request.block_hashes, entry.request.num_tokens
+        # The tokens and the hashes are vLLM's own lists, which grow with the request.
+        sequence = ListedSequence(
+            prompt,
+            entry.request.block_hashes,
+            entry.request.num_tokens,
+            directory.generation,
         )
+        directory.reports.append(sequence)
+        entry.listed_sequence = sequence
 
     def ended(self, entry: EngineRequest) -> None:
         """A request has ended: its answer can be the beginning of a prompt, too."""
-        if entry.listed_sequence is not None:
-            self._directory.grown(entry.listed_sequence, entry.request.num_tokens)
+        sequence = entry.listed_sequence
+        if sequence is not None:
+            sequence.num_tokens = entry.request.num_tokens
+            self._directory.reports.append(sequence)
 
     def reset(self) -> None:
         """vLLM's prefix cache is emptied, or the weights change."""

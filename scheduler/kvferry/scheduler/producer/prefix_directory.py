@@ -1,7 +1,7 @@
 """Queries of other engines for leading tokens of their prompts, and what this engine has in its cache of them.
 
     the engine's thread                              the listener's thread
-    admitted, grown ── sequences ──────────────────► listed by their digests
+    reports ── sequences ──────────────────────────► listed by their digests
                                                      find: looked up in vLLM's prefix cache ◄── FindPrefixes ── clients
     take_wanted ◄── what was found ────────────────  Answer queued ─────────────────────────────────────────►
     opened, refused, changed ── queries ───────────► changes: Answer ticket, or over ───────────────────────►
@@ -24,7 +24,6 @@ vLLM's cache knows.
 
 from __future__ import annotations
 
-import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -179,6 +178,10 @@ class PrefixDirectory:
         wake: called on the engine's thread when there may be `changes` to send.
         wake_engine: called on the listener's thread when a step has something to do.
         generation: how often the engine's cache was emptied; changed by the engine's thread.
+        reports: sequences to be listed, added by the engine's thread when a request whose blocks others may hit is
+            scheduled, and again when it has grown.
+        wanted: queries that have found something, for a step.
+        given_up: queries for whose tickets nobody waits any more, for a step.
     """
 
     def __init__(
@@ -196,10 +199,10 @@ class PrefixDirectory:
         self._counters = counters
         self._clock = clock
         # Both threads add to and take from these without a lock.
-        self._reports: deque[ListedSequence] = deque(maxlen=_MAX_REPORTS)
-        self._news: queue.SimpleQueue[QueriedPrefix] = queue.SimpleQueue()
-        self._wanted: queue.SimpleQueue[QueriedPrefix] = queue.SimpleQueue()
-        self._given_up: queue.SimpleQueue[QueriedPrefix] = queue.SimpleQueue()
+        self.reports: deque[ListedSequence] = deque(maxlen=_MAX_REPORTS)
+        self.wanted: deque[QueriedPrefix] = deque()
+        self.given_up: deque[QueriedPrefix] = deque()
+        self._news: deque[QueriedPrefix] = deque()
         # Of the listener's thread:
         self._index = PrefixIndex(MAX_CHUNKS)
         self._indexed_generation = 0
@@ -209,40 +212,17 @@ class PrefixDirectory:
 
     # For the engine's thread. None of it waits, and each takes the same time whatever others query.
 
-    def admitted(
-        self, prompt: Prompt, block_hashes: Sequence[bytes], num_tokens: int
-    ) -> ListedSequence:
-        """A request is scheduled that computes so many tokens, and whose blocks others may hit.
-
-        Args:
-            prompt: its tokens may grow, and are not changed otherwise.
-            block_hashes: vLLM's, which grow, too.
-        """
-        sequence = ListedSequence(prompt, block_hashes, num_tokens, self.generation)
-        self._reports.append(sequence)
-        return sequence
-
-    def grown(self, sequence: ListedSequence, num_tokens: int) -> None:
-        """The sequence has so many tokens now."""
-        sequence.num_tokens = num_tokens
-        self._reports.append(sequence)
-
     def reset(self) -> None:
         """The engine's cache is emptied, or its content means something else: all that was listed is forgotten."""
         self.generation += 1
 
-    @property
-    def needs_step(self) -> bool:
-        """Whether a step has queries to take."""
-        return not (self._wanted.empty() and self._given_up.empty())
-
     def take_wanted(self) -> list[QueriedPrefix]:
         """Queries that have found something since the last call."""
-        return _take_all(self._wanted)
+        return _take_all(self.wanted)
 
     def take_given_up(self) -> list[QueriedPrefix]:
         """Queries for whose tickets nobody waits any more."""
-        return _take_all(self._given_up)
+        return _take_all(self.given_up)
 
     def opened(self, queried: QueriedPrefix, lease: ProducerLease) -> None:
         """The blocks of what it has found are held under this lease."""
@@ -263,7 +243,7 @@ class PrefixDirectory:
     @property
     def has_news(self) -> bool:
         """Whether `changes` has something to do."""
-        return not self._news.empty() or len(self._reports) >= _MANY_REPORTS
+        return bool(self._news) or len(self.reports) >= _MANY_REPORTS
 
     def snapshot(self) -> PrefixDirectorySnapshot:
         """What the listener's thread knows now. May be called on another thread while that one waits."""
@@ -308,7 +288,7 @@ class PrefixDirectory:
     # On the engine's thread.
 
     def _report(self, queried: QueriedPrefix) -> None:
-        self._news.put(queried)
+        self._news.append(queried)
         self.wake()
 
     # On the listener's thread.
@@ -319,8 +299,8 @@ class PrefixDirectory:
         if self._indexed_generation != generation:
             self._indexed_generation = generation
             self._index.clear()
-        while self._reports:
-            sequence = self._reports.pop()
+        while self.reports:
+            sequence = self.reports.pop()
             if sequence.generation != generation or not self._cache.hash_tokens:
                 continue
             try:
@@ -398,7 +378,7 @@ class PrefixDirectory:
         self._want(queried)
 
     def _want(self, queried: QueriedPrefix) -> None:
-        self._wanted.put(queried)
+        self.wanted.append(queried)
         self.wake_engine()
 
     def _answer(self, queried: QueriedPrefix) -> Answer:
@@ -429,7 +409,7 @@ class PrefixDirectory:
         if queried is None or queried.encoded is not None:
             return
         queried.is_given_up = True
-        self._given_up.put(queried)
+        self.given_up.append(queried)
         self.wake_engine()
 
     def _forget_old(self) -> None:
@@ -443,10 +423,10 @@ class PrefixDirectory:
             self._forget(claimant)
 
 
-def _take_all(waiting: queue.SimpleQueue[QueriedPrefix]) -> list[QueriedPrefix]:
+def _take_all(waiting: deque[QueriedPrefix]) -> list[QueriedPrefix]:
     taken: list[QueriedPrefix] = []
-    while not waiting.empty():
-        taken.append(waiting.get_nowait())
+    while waiting:
+        taken.append(waiting.popleft())
     return taken
 
 
