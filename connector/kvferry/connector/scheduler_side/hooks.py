@@ -99,11 +99,8 @@ class RequestLife:
     def matched_tokens(self, request: Request, num_local_tokens: int) -> int | None:
         """Tokens beyond the local prefix hit that can be loaded; None makes vLLM ask again in the next step."""
         entry = self._context.requests.enter(request)
-        # First: nobody waits to hear of what is here already.
-        if entry.record.search is not None:
-            self._parts.pulls.looked_at(entry, num_local_tokens)
-        if entry.record.waits_for_answer:
-            self._wait_for_answer(entry)
+        if any(self._parts.queries.unsettled):
+            self._wait_for_answer(entry, num_local_tokens)
             if entry.record.waits_for_answer:
                 return None
         if entry.must_fail:
@@ -165,7 +162,8 @@ class RequestLife:
             entry.request_id, by_error=has_ended_by_error(request)
         )
         must_hold = is_loading and self.children_hold
-        self._parts.queries.ended(entry)
+        if any(self._parts.queries.unsettled):
+            self._parts.queries.ended(entry)
         self._parts.demand.end_stall()
         self._parts.admission.left_queue(entry)
         if self._context.tracing is not None:
@@ -229,15 +227,20 @@ class RequestLife:
 
     def take_answers(self) -> None:
         """Apply the answers to queries: their requests load with the ticket, or are computed here."""
-        if self._parts.queries.are_open:
+        if any(self._parts.queries.unsettled):
             for settled in self._parts.queries.take():
                 entry = self._context.requests.find(settled.request_id)
                 self._parts.intake.answered(settled, entry)
             self._parts.pulls.take()
         self._parts.channel.flush()
 
-    def _wait_for_answer(self, entry: EngineRequest) -> None:
-        """Take answers, and wait for one to this request as long as the engine has nothing else to do."""
+    def _wait_for_answer(self, entry: EngineRequest, num_local_tokens: int) -> None:
+        """Take answers for a request, and wait for one to it as long as the engine has nothing else to do."""
+        # First: nobody waits to hear of what is here already.
+        if entry.record.search is not None:
+            self._parts.pulls.looked_at(entry, num_local_tokens)
+        if not entry.record.waits_for_answer:
+            return
         self.take_answers()
         while entry.record.waits_for_answer:
             if not self._parts.steps.wait_for_answers(len(self._context.requests)):
@@ -344,6 +347,7 @@ class EngineStep:
         # After eviction, which may need what prefixes would take.
         computes = bool(num_tokens)
         self._parts.prefix_leases.step(computes=computes)
+        failing = self._parts.queries.failing
         orders = StepOrders.join(
             self._context.local.boot,
             self._context.leases.take_orders(
@@ -352,14 +356,16 @@ class EngineStep:
                 may_expire=not self._parts.steps.is_waking,
             ),
             self._context.loads.take_orders(),
-            self._parts.queries.take_failing(),
+            tuple(failing),
         )
+        failing.clear()
         self._parts.admission.look_again()
         self._stalls.step(computes)
         is_idle = not computes and self._parts.steps.may_wait
         if not orders:
             if is_idle and not wants_report:
-                self._parts.steps.wait_for_loads(len(self._context.requests))
+                num_requests = len(self._context.requests.in_order)
+                self._parts.steps.wait_for_loads(num_requests)
             if not is_idle and not wants_report:
                 return _NOTHING
             return FerryMetadata(wants_report=wants_report, is_idle=is_idle)

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from itertools import islice
 from typing import NamedTuple
 
@@ -66,43 +66,47 @@ class Settled(NamedTuple):
 
 
 class _Answers:
-    """Answers that no step has taken yet: one for each query, however many come during a step."""
+    """Answers that no step has taken yet: one for each query, however many come during a step.
+
+    Attributes:
+        settling, others: by the number of the query.
+    """
 
     def __init__(self) -> None:
-        # By the number of the query. Those that settle one are taken first: a producer that keeps changing its mind
-        # about thousands of others delays none.
-        self._settling: OrderedDict[int, tuple[Producer, Answer]] = OrderedDict()
-        self._others: OrderedDict[int, tuple[Producer, Answer]] = OrderedDict()
+        # Those that settle a query are taken first: a producer that keeps changing its mind about thousands of others
+        # delays none.
+        self.settling: OrderedDict[int, tuple[Producer, Answer]] = OrderedDict()
+        self.others: OrderedDict[int, tuple[Producer, Answer]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._settling) + len(self._others)
+        return len(self.settling) + len(self.others)
 
     def put(self, producer: Producer, answer: Answer) -> None:
         """An answer has come. The latest one to a query is kept, or the one that settles it."""
         number = answer.number
-        if number in self._settling:
+        if number in self.settling:
             return
         if answer.progress in SETTLING:
-            self._settling[number] = (producer, answer)
-            self._others.pop(number, None)
+            self.settling[number] = (producer, answer)
+            self.others.pop(number, None)
             return
         if answer.progress is PromptProgress.UNKNOWN and self._has_other_producer(
             number, producer
         ):
             # The other data-parallel ranks of an engine do not know what one of them has in its queue.
             return
-        self._others[number] = (producer, answer)
+        self.others[number] = (producer, answer)
 
     def take_first(self, most: int) -> list[tuple[Producer, Answer]]:
         """Take at most so many answers."""
         taken: list[tuple[Producer, Answer]] = []
-        for answers in (self._settling, self._others):
+        for answers in (self.settling, self.others):
             numbers = list(islice(answers, most - len(taken)))
             taken.extend(answers.pop(number) for number in numbers)
         return taken
 
     def _has_other_producer(self, number: int, producer: Producer) -> bool:
-        earlier = self._others.get(number)
+        earlier = self.others.get(number)
         return earlier is not None and earlier[0] != producer
 
 
@@ -120,6 +124,9 @@ class PromptQueries:
         searches: for prefixes, open ones.
         commands: for the side channel, of both.
         recomputes: as given.
+        unsettled: all that `take` and `take_found` look at. As long as each is empty they have nothing to do, now or
+            when a time is over, and no request waits. Its members' truth may be read on any thread.
+        failing: the requests for the workers to report as failed in the next step, which clears it.
     """
 
     def __init__(
@@ -135,31 +142,31 @@ class PromptQueries:
         self.searches = PrefixSearches(requests.table, self.commands)
         self._requests = requests
         self.recomputes = recomputes
-        self._failing_in_next_step: list[str] = []
+        self.failing: list[str] = []
         self._loop = loop
         self._parking = Parking()
         self._lock = threading.Lock()
         self._answers = _Answers()
         # One for each engine that a search asks, two at most.
         self._found: deque[tuple[Producer, Answer]] = deque()
+        # The containers themselves, since they are looked at in every hook, and most engines have no query at most
+        # times: the lock and the timers cost them 9 µs a step. An answer that comes meanwhile wakes the loop, and is
+        # taken in the next step.
+        self.unsettled: tuple[Sized, ...] = (
+            self._found,
+            self._answers.settling,
+            self._answers.others,
+            self.queries.open,
+            self.queries.leaving,
+            self.queries.crowded_out,
+            self.searches.open,
+            self.searches.unused,
+        )
 
     @property
     def has_answers(self) -> bool:
         """True if there is more to `take`, or to `take_found`, at once."""
         return len(self._answers) > 0 or len(self._found) > 0
-
-    @property
-    def are_open(self) -> bool:
-        """True if `take` or `take_found` may have something to do, now or when a time is over."""
-        # Twice a step, and most engines have no query at most times: the lock and the timers cost them 9 µs a step. An
-        # answer that comes meanwhile wakes the loop, and is taken in the next step.
-        searches = self.searches
-        if self._found or searches.open or searches.unused:
-            return True
-        queries = self.queries
-        if queries.open or queries.leaving or queries.crowded_out:
-            return True
-        return len(self._answers) > 0
 
     @property
     def num_waiting(self) -> int:
@@ -229,13 +236,7 @@ class PromptQueries:
         # Where vLLM loads nothing for it after all (it reads no prefix cache), it is computed here: to report a load
         # that vLLM does not know of would end the engine.
         if num_external_tokens:
-            self._failing_in_next_step.append(entry.request_id)
-
-    def take_failing(self) -> tuple[str, ...]:
-        """The requests for the workers to report as failed in the step that begins."""
-        failing = tuple(self._failing_in_next_step)
-        self._failing_in_next_step.clear()
-        return failing
+            self.failing.append(entry.request_id)
 
     def take(self) -> Iterator[Settled]:
         """Take the queries that were settled since the last call, at most `MOST_AT_ONCE` of each kind."""
