@@ -229,7 +229,7 @@ class Answerer:
 
     def _is_over(self) -> bool:
         leases = self._side.leases
-        return not len(leases) and not leases.block_references.is_returning
+        return not len(leases) and not leases.block_references.returning
 
     def _until(self, happened: Callable[[], object]) -> None:
         end_s = time.monotonic() + _TIMEOUT_S

@@ -64,7 +64,7 @@ def local_engine(**changed: Any) -> LocalEngine:
     return LocalEngine(**{**usual, **changed})
 
 
-LEASE = ProducerLease("r", name=LeaseName(slot=3, epoch="5" * 15))
+LEASE = ProducerLease("r", slot=3, name=LeaseName(slot=3, epoch="5" * 15))
 
 
 def finished(tokens: int) -> Request:

@@ -12,6 +12,7 @@ import pytest
 from kvferry.connector.tracing.worker_events import load_event
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.params import read_params
+from kvferry.scheduler.requests import KEEPS_BLOCKS
 from kvferry.trace.events import (
     AnyEvent,
     ChunkSpan,
@@ -302,7 +303,7 @@ def test_a_prompt_that_was_read_before_its_request_ended_has_one_lease_in_all_ev
     producer.step()
     producer.engine.preempt("p", drops_output=True)
     lease = streamed.lease_of(producer)
-    while not lease.keeps_blocks:
+    while lease.state not in KEEPS_BLOCKS:
         producer.step()
     producer.engine.preempt("p", drops_output=True)
     producer.engine.connector.scheduler_side.leases.acknowledge(0, ["p"])

@@ -145,7 +145,7 @@ def pin_nothing(_: Function) -> Function:
     from kvferry.scheduler.consumer.ledger import PinnedBlocks
 
     def careless(quarantined: Any, _pool: Any, request_id: str, _now_s: float) -> None:
-        quarantined._pinned[request_id] = PinnedBlocks((), 0.0)
+        quarantined.pinned[request_id] = PinnedBlocks((), 0.0)
 
     return careless
 

@@ -15,6 +15,7 @@ from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.scheduler.requests import (
     CLAIMING,
     IN_FLIGHT,
+    KEEPS_BLOCKS,
     LeaseState,
     LeaseUse,
     RemotePromptState,
@@ -49,7 +50,7 @@ def check_leases(ledger: ProducerLedger) -> None:
             f"prefixes: {counted} leases and blocks counted, there are {len(prefixes)}, {num_prefix_blocks}"
         )
     kept = ledger.block_references.num_requests
-    keeping = sum(lease.keeps_blocks for lease in leases)
+    keeping = sum(lease.state in KEEPS_BLOCKS for lease in leases)
     if kept != keeping:
         states = Counter(lease.state.value for lease in leases)
         raise LocalProtocolError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvferry.protocol.params import RemotePrefill
-from kvferry.scheduler.requests import ProducerLease
+from kvferry.scheduler.requests import KEEPS_BLOCKS, ProducerLease
 from tests.harness.cache_engine import CacheEngine
 from tests.harness.caches import PatternCaches
 
@@ -63,7 +63,7 @@ class Prefill:
     @property
     def is_held(self) -> bool:
         """Whether it is complete, and the lease keeps its blocks, or has kept them."""
-        return self._lease.keeps_blocks
+        return self._lease.state in KEEPS_BLOCKS
 
     def offer(self) -> None:
         """A consumer has asked for it: its blocks are listed from the next part on, those before included.

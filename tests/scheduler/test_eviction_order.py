@@ -151,7 +151,11 @@ def test_eviction_ends_as_many_leases_as_needed_and_none_that_frees_nothing(
     check_references(references)
     for lease in made.values():
         references.free(lease)
-    assert (len(references), references.num_coming(), references.num_requests) == (
+    assert (
+        len(references.counts),
+        references.num_coming(),
+        references.num_requests,
+    ) == (
         0,
         0,
         0,

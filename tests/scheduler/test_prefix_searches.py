@@ -312,7 +312,7 @@ class Histories(RuleBasedStateMachine):
         assert len(self.searches) == len(self.open)
         waiting = {
             record.request_id
-            for record in self.table
+            for record in self.table.values()
             if record.search is not None and record.waits_for_answer
         }
         assert waiting == set(self.open.values())

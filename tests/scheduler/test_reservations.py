@@ -83,7 +83,7 @@ def test_all_that_is_taken_for_prefixes_is_given_back_in_parts(
                 references.end(lease)
             references.free(lease)
             check_references(references)
-        while references.is_returning:
+        while references.returning:
             before = len(pool.given_back)
             references.begin_step()
             assert len(pool.given_back) - before <= at_once
@@ -110,7 +110,7 @@ def test_the_end_of_a_prefix_is_given_back_first() -> None:
 def test_a_reservation_without_blocks_leaves_nothing_to_do() -> None:
     references = BlockReferences(Pool())
     references.cancel(Reservation())
-    assert not references.is_returning
+    assert not references.returning
 
 
 @pytest.mark.parametrize("use", LeaseUse)
@@ -136,7 +136,7 @@ def test_a_step_gives_back_a_part_of_the_blocks_of_leases_that_are_over(
         assert references.num_coming() == 2
         references.begin_step()
     assert pool.given_back == [0, 1, 2, 5, 3, 4]
-    assert not references.is_returning
+    assert not references.returning
     check_references(references)
 
 
@@ -148,4 +148,4 @@ def test_all_blocks_are_given_back_at_once_while_a_request_waits_for_blocks() ->
     references.keep(lease)
     references.free(lease)
     assert len(pool.given_back) == 1000
-    assert not references.is_returning
+    assert not references.returning

@@ -24,13 +24,17 @@ def test_a_lease_is_over_when_the_last_worker_has_acknowledged_it() -> None:
     assert ledger.acknowledge(2, ["a", "b"]) == []
     assert ledger.acknowledge(0, ["b"]) == []
     assert ledger.acknowledge(1, ["b", "a"]) == ["b"]
-    assert (ledger.state("a"), ledger.state("b"), len(ledger.block_references)) == (
+    assert (
+        ledger.state("a"),
+        ledger.state("b"),
+        len(ledger.block_references.counts),
+    ) == (
         LeaseState.HELD,
         None,
         1,
     )
     assert ledger.acknowledge(0, ["a"]) == ["a"]
-    assert (len(ledger), len(ledger.block_references)) == (0, 0)
+    assert (len(ledger), len(ledger.block_references.counts)) == (0, 0)
 
 
 def test_a_repeated_acknowledgement_of_a_worker_counts_once() -> None:

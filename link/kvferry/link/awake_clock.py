@@ -1,6 +1,6 @@
-"""Time in the life of a lease: the interval of its renewals, and a clock that counts only while this process is awake.
+"""A clock that counts only while this process is awake.
 
-The clock is that of every deadline that a pause of this process must not use up. A machine stands still for seconds at
+It is that of every deadline that a pause of this process must not use up. A machine stands still for seconds at
 times, and an operator may stop a process for a minute. By a monotonic clock every lease would have expired meanwhile,
 although its renewals were only not received yet.
 """
@@ -9,21 +9,10 @@ from __future__ import annotations
 
 import threading
 
-from kvferry.link import limits
-
 _LONGEST_PERIOD_S = 0.5
 
 LONGEST_TURN_S = 0.25
 """What a pause of a worker counts for in the deadlines of its reads."""
-
-
-def heartbeat_s(lease_s: float) -> float:
-    """The interval of renewals of a lease that lives for `lease_s` without them.
-
-    Both engines compute it from the same `lease_s`: the consumer renews at this interval, and the producer's clock
-    counts a pause of its own as one such interval.
-    """
-    return lease_s / limits.HEARTBEATS_PER_LEASE
 
 
 class AwakeClock:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.link import limits
-from kvferry.link.awake_clock import heartbeat_s
 from kvferry.link.commands import (
     ForgetLease,
     LeaseCommand,
@@ -80,7 +79,8 @@ class _RenewedLeases:
 
 
 def _interval_s(lease: RemoteLease) -> float:
-    return heartbeat_s(max(lease.lease_s, limits.SHORTEST_LEASE_S))
+    lease_s = max(lease.lease_s, limits.SHORTEST_LEASE_S)
+    return lease_s / limits.HEARTBEATS_PER_LEASE
 
 
 def _needed_s(command: LeaseCommand, submitted_s: float) -> float:

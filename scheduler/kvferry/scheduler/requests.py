@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -78,26 +78,15 @@ class RequestRecord:
         return self.query is not None or self.search is not None
 
 
-class RequestTable:
-    """The records of one engine, by request id. Used on the engine's thread only."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[str, RequestRecord] = {}
-
-    def __iter__(self) -> Iterator[RequestRecord]:
-        """All records, of requests that have ended too. The table must not change meanwhile."""
-        return iter(self._by_id.values())
-
-    def find(self, request_id: str) -> RequestRecord | None:
-        """The record of a request; None if nothing is known of it."""
-        return self._by_id.get(request_id)
+class RequestTable(dict[str, RequestRecord]):
+    """The records of one engine, by request id, of requests that have ended too. Used on the engine's thread only."""
 
     def enter(self, request_id: str) -> RequestRecord:
         """The record of a request, a new one if nothing was known of it."""
-        record = self._by_id.get(request_id)
+        record = self.get(request_id)
         if record is None:
             record = RequestRecord(request_id)
-            self._by_id[request_id] = record
+            self[request_id] = record
         return record
 
     def drop_if_over(self, record: RequestRecord) -> None:
@@ -111,7 +100,7 @@ class RequestTable:
             and record.listed is None
         )
         if is_over:
-            self._by_id.pop(record.request_id, None)
+            self.pop(record.request_id, None)
 
 
 # A lease on its blocks.
@@ -129,6 +118,10 @@ class LeaseState(TableEnum):
     has ended, or is preempted."""
     ENDING = "ending"
     """Reads are not allowed any more; the workers clear their slots and report."""
+
+
+KEEPS_BLOCKS = (LeaseState.HELD, LeaseState.ENDING)
+"""States in which the lease has references on the request's blocks."""
 
 
 class LeaseEvent(TableEnum):
@@ -194,7 +187,8 @@ class ProducerLease:
     """All that is known of one request's lease.
 
     Attributes:
-        name: its present name in messages and orders; without a slot while INTENDED.
+        slot: in the lease table; -1 while INTENDED.
+        name: its present name in messages and orders: the slot, and the epoch.
         origin: its first name, by which consumers know it as long as it lasts. `name` has another epoch if its stream
             restarted.
         is_running: whether its request has not ended.
@@ -210,6 +204,7 @@ class ProducerLease:
     request_id: str
     use: LeaseUse = LeaseUse.PROMPT
     state: LeaseState = LeaseState.INTENDED
+    slot: int = -1
     name: LeaseName = _NO_SLOT
     origin: LeaseName = _NO_SLOT
     is_running: bool = True
@@ -220,15 +215,6 @@ class ProducerLease:
     acks: set[int] = field(default_factory=set)
     ended_by: str = ""
     stream: PublishedStream | None = None
-
-    @property
-    def slot(self) -> int:
-        return self.name.slot
-
-    @property
-    def keeps_blocks(self) -> bool:
-        """True if the lease has references on the request's blocks."""
-        return self.state in (LeaseState.HELD, LeaseState.ENDING)
 
     def hold_order(self, blocks: Blocks) -> LeaseHold:
         """The order to the workers that its blocks are held; those that must copy them get them."""

@@ -13,7 +13,7 @@ from kvferry.connector.metrics.tables import OTHER_PEERS
 from kvferry.connector.vllm.scheduler import EngineBlocks
 from kvferry.link.counters import CounterKey, Counters
 from kvferry.protocol.orders import FailureReason
-from kvferry.scheduler.consumer.ledger import ConsumerLedger
+from kvferry.scheduler.consumer.ledger import NOTHING_PINNED, ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
 from kvferry.worker.loads.results import LoadRecord, Stage, StepResults, WorkerGauges
 from kvferry.worker.peers.peer import PeerKey
@@ -235,9 +235,13 @@ class EngineMonitor:
         references = self._leases.block_references
         loads = self._loads
         usable_blocks = self._blocks.num_blocks - 1  # without the null block
+        num_held = len(references.held) + len(references.ending)
+        num_leased = len(references.counts)
         leased_fraction = 0.0
         if usable_blocks > 0:
-            leased_fraction = len(references) / usable_blocks
+            leased_fraction = num_leased / usable_blocks
+        slots = self._leases.slots
+        num_leases = slots.count - len(slots.free)
         used_bytes = 0
         pool_bytes = 0
         num_peers = 0
@@ -245,16 +249,19 @@ class EngineMonitor:
             used_bytes = max(used_bytes, worker.staging_used_bytes)
             pool_bytes = max(pool_bytes, worker.staging_pool_bytes)
             num_peers = max(num_peers, worker.peers)
-        return {
+        gauges: dict[str, float] = {
             "loads_now": loads.in_flight,
-            "prompts_waiting_now": loads.waiting,
-            "leases_computing_now": len(self._leases) - references.num_requests,
-            "leases_held_now": references.num_requests,
-            "lease_slots": self._leases.slots.count,
-            "leased_blocks_now": len(references),
+            "prompts_waiting_now": len(loads.claims) - loads.in_flight,
+            "leases_computing_now": num_leases - num_held,
+            "leases_held_now": num_held,
+            "lease_slots": slots.count,
+            "leased_blocks_now": num_leased,
             "leased_fraction_now": leased_fraction,
             "staging_used_bytes": used_bytes,
             "staging_pool_bytes": pool_bytes,
             "peers_now": num_peers,
-            **loads.quarantine.gauges(time.monotonic()),
+            **NOTHING_PINNED,
         }
+        if loads.quarantine.pinned:
+            gauges |= loads.quarantine.gauges(time.monotonic())
+        return gauges

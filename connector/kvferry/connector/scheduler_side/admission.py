@@ -235,7 +235,7 @@ class LeaseEviction:
             self._first_ending = first_ending
             self._first_ending_since_s = clock_s
         longest = self._context.blocks.longest
-        has_blocks = references.num_requests or references.is_returning
+        has_blocks = references.held or references.ending or references.returning
         if longest is None or not has_blocks or clock_s < self._recheck_s:
             return
         demand = self._demand(longest)
@@ -244,7 +244,7 @@ class LeaseEviction:
             return
         ranked = candidates(self._context.leases)
         # At least as many as leases alone keep, and free to know.
-        num_leased = len(references)
+        num_leased = len(references.counts)
         if num_leased > demand.cap:
             self._recheck_s = clock_s + num_leased * _COUNT_S_PER_BLOCK
             num_leased = references.num_leased()
@@ -276,7 +276,7 @@ class LeaseEviction:
         if self._context.local.offers_turns or self._context.leases.num_prefixes:
             reserve = num_blocks // _RESERVED
             are_slots_short = self._are_slots_short()
-        num_leased = len(references)
+        num_leased = len(references.counts)
         is_within_limits = num_leased <= cap and not are_slots_short
         num_free = self._context.blocks.num_free
         if is_within_limits and num_free >= longest + reserve:
@@ -491,7 +491,8 @@ class StallWatch:
         Args:
             computes: whether it computes tokens.
         """
-        if computes or self._context.loads.in_flight or not len(self._context.requests):
+        has_requests = bool(self._context.requests.in_order)
+        if computes or self._context.loads.in_flight or not has_requests:
             self._since_s = None
             return
         # On the leases' clock, which stands still while this process does not run: a paused machine is no stall.
@@ -549,7 +550,7 @@ class StallWatch:
             self._context.blocks.num_free,
             self._context.blocks.num_blocks - 1,
             num_pinned,
-            len(self._context.leases.block_references),
+            len(self._context.leases.block_references.counts),
             example.request_id,
             example.num_tokens,
             example.status.name,

@@ -67,6 +67,8 @@ class ConsumerLedger:
         max_ended: leases that are remembered after their end, see `EndedLeases`.
 
     Attributes:
+        claims: the leases of all prompts in a state of `CLAIMING`, so that a second request with the same params is
+            known. The prompts that are not in flight wait until their loads are decided.
         in_flight: loads that were ordered and have not ended.
         loading: those of them whose requests have not ended either.
         prewarms: producers for the workers to prewarm before a load is ordered.
@@ -90,8 +92,7 @@ class ConsumerLedger:
         self._counters = counters
         self.recompute_threshold = recompute_threshold
         self._recomputes = recomputes
-        # The leases of all prompts in a state of `CLAIMING`, so that a second request with the same params is known.
-        self._claims: set[LeaseKey] = set()
+        self.claims: set[LeaseKey] = set()
         self._ended = EndedLeases(max_ended)
         self.prewarms = PrewarmQueue()
         self._orders: list[LoadOrder] = []
@@ -106,14 +107,9 @@ class ConsumerLedger:
         """The number of requests that are not over."""
         return sum(1 for _ in self._prompts())
 
-    @property
-    def waiting(self) -> int:
-        """The number of requests whose load has not been decided."""
-        return len(self._claims) - self.in_flight
-
     def get(self, request_id: str) -> RemotePrompt | None:
         """A request that is not over; None when it is not a remote prompt."""
-        record = self._requests.find(request_id)
+        record = self._requests.get(request_id)
         if record is None:
             return None
         return record.prompt
@@ -157,13 +153,13 @@ class ConsumerLedger:
         lease = RemoteLease.from_params(source)
         # A lease serves one request. A second one with its params (a sibling of `n > 1`, another prompt of the same
         # batch) is computed here, and must not touch the lease of the first: that one may be reading.
-        if lease.key in self._claims:
+        if lease.key in self.claims:
             return "lease_in_use"
         if lease.key in self._ended:
             return "lease_over"
         if shared_tokens <= 0:
             return "other_prompt"
-        if self.quarantine.pins(request_id):
+        if request_id in self.quarantine.pinned:
             # The ids of requests can be chosen, and used again. Workers name loads by them: if this one failed as well,
             # nobody could tell whose blocks may still be written, and its own would not be pinned.
             self._end_claim(ReleaseLease(lease))
@@ -180,7 +176,7 @@ class ConsumerLedger:
             kind=kind,
             min_tokens=min_tokens,
         )
-        self._claims.add(lease.key)
+        self.claims.add(lease.key)
         # From the request's arrival on: it may wait for its turn for longer than the lease lives.
         self._commands.append(RenewLease(lease, at_once=kind is PromptKind.TURN))
         # The workers connect the producer while the request waits.
@@ -195,7 +191,7 @@ class ConsumerLedger:
     def knows(self, source: RemotePrefill) -> bool:
         """Whether a request holds or held the lease of these params."""
         key = RemoteLease.from_params(source).key
-        return key in self._claims or key in self._ended
+        return key in self.claims or key in self._ended
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int:
         """The number of tokens beyond the local prefix hit to load; 0 when nothing is to be loaded."""
@@ -339,10 +335,10 @@ class ConsumerLedger:
 
     def snapshot(self) -> frozenset[LeaseKey]:
         """The leases that no other request may claim now."""
-        return frozenset(self._claims)
+        return frozenset(self.claims)
 
     def _prompts(self) -> Iterator[RemotePrompt]:
-        for record in self._requests:
+        for record in self._requests.values():
             if record.prompt is not None:
                 yield record.prompt
 
@@ -396,12 +392,12 @@ class ConsumerLedger:
             self.observer.recomputed(prompt, reason)
 
     def _end_claim(self, command: ForgetLease | ReleaseLease) -> None:
-        self._claims.discard(command.lease.key)
+        self.claims.discard(command.lease.key)
         self._ended.add(command.lease.key)
         self._commands.append(command)
 
 
-class EndedLeases:
+class EndedLeases(OrderedDict[LeaseKey, None]):
     """The last `limit` leases that ended, to recognise a replay of old params; the oldest is dropped first.
 
     A lease serves one request once. A later request with the same params is computed here at once, without a read that
@@ -409,20 +405,14 @@ class EndedLeases:
     """
 
     def __init__(self, limit: int = MAX_ENDED_LEASES) -> None:
+        super().__init__()
         self._limit = limit
-        self._keys: OrderedDict[LeaseKey, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: LeaseKey) -> bool:
-        return key in self._keys
 
     def add(self, key: LeaseKey) -> None:
         """Remember a lease; adding it again does not change its age."""
-        self._keys.setdefault(key)
-        if len(self._keys) > self._limit:
-            self._keys.popitem(last=False)
+        self.setdefault(key)
+        if len(self) > self._limit:
+            self.popitem(last=False)
 
 
 AGAIN_S = 10.0
@@ -489,6 +479,14 @@ class PrewarmQueue:
         return waiting
 
 
+NOTHING_PINNED: Mapping[str, float] = {
+    "quarantined_requests_now": 0,
+    "quarantined_blocks_now": 0,
+    "oldest_quarantine_s": 0.0,
+}
+"""The gauges of pinned requests and blocks, at nearly all times."""
+
+
 class PinnedBlocks(NamedTuple):
     """The blocks of one failed load, and since when they are pinned."""
 
@@ -508,6 +506,7 @@ class QuarantinedBlocks:
     Attributes:
         pool: as given.
         num_blocks: pinned blocks.
+        pinned: by request, as workers name loads; it may have ended. The oldest is first.
     """
 
     def __init__(self, pool: BlockPool | None) -> None:
@@ -515,8 +514,7 @@ class QuarantinedBlocks:
         self.num_blocks = 0
         # By worker, its latest report: not every worker reports in every step.
         self._alive: dict[int, frozenset[str]] = {}
-        # By request, as workers name loads; it may have ended. The oldest is first.
-        self._pinned: dict[str, PinnedBlocks] = {}
+        self.pinned: dict[str, PinnedBlocks] = {}
 
     def update(self, alive: Mapping[int, frozenset[str]], now_s: float) -> None:
         """Take the requests whose blocks may still be written, by worker, before vLLM frees blocks of the step."""
@@ -524,35 +522,30 @@ class QuarantinedBlocks:
             return
         self._alive.update(alive)
         named = frozenset().union(*self._alive.values())
-        for request_id in named - self._pinned.keys():
+        for request_id in named - self.pinned.keys():
             self._pin(self.pool, request_id, now_s)
-        for request_id in self._pinned.keys() - named:
-            pin = self._pinned.pop(request_id)
+        for request_id in self.pinned.keys() - named:
+            pin = self.pinned.pop(request_id)
             self.num_blocks -= len(pin.blocks)
             self.pool.give_back(pin.blocks)
 
-    def pins(self, request_id: str) -> bool:
-        """True if blocks of an earlier load under this id are pinned."""
-        return request_id in self._pinned
-
-    def gauges(self, now_s: float) -> dict[str, float]:
+    def gauges(self, now_s: float) -> Mapping[str, float]:
         """The gauges of pinned requests and blocks."""
-        oldest_s = 0.0
-        for pin in self._pinned.values():
-            oldest_s = now_s - pin.since_s
-            break
+        if not self.pinned:
+            return NOTHING_PINNED
+        oldest = next(iter(self.pinned.values()))
         return {
-            "quarantined_requests_now": len(self._pinned),
+            "quarantined_requests_now": len(self.pinned),
             "quarantined_blocks_now": self.num_blocks,
-            "oldest_quarantine_s": oldest_s,
+            "oldest_quarantine_s": now_s - oldest.since_s,
         }
 
     def snapshot(self) -> Mapping[str, PinnedBlocks]:
         """The pinned blocks now, by request."""
-        return dict(self._pinned)
+        return dict(self.pinned)
 
     def _pin(self, pool: BlockPool, request_id: str, now_s: float) -> None:
         blocks = pool.loaded_into(request_id)
         pool.keep(blocks)
-        self._pinned[request_id] = PinnedBlocks(blocks, now_s)
+        self.pinned[request_id] = PinnedBlocks(blocks, now_s)
         self.num_blocks += len(blocks)

@@ -169,7 +169,7 @@ class PendingQueries:
 
     def __contains__(self, request_id: str) -> bool:
         """True if this request waits for an answer."""
-        record = self._requests.find(request_id)
+        record = self._requests.get(request_id)
         return record is not None and record.query is not None
 
     def start(
@@ -265,7 +265,7 @@ class PendingQueries:
 
     def finished(self, request_id: str) -> None:
         """The request has ended without an answer, or waits no more."""
-        record = self._requests.find(request_id)
+        record = self._requests.get(request_id)
         if record is None or record.query is None:
             return
         # The query stays open for a while. The producer may still prefill the prompt, and its blocks would be held,
@@ -353,7 +353,7 @@ class PendingQueries:
         opened.known_by = None
         if opened.waits:
             # Otherwise the record may be a later request's, with a query of its own.
-            record = self._requests.find(opened.request_id)
+            record = self._requests.get(opened.request_id)
             if record is not None:
                 self._end_wait(record)
         self.commands.add(StopQuery(number))

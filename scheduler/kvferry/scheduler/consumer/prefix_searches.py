@@ -220,7 +220,7 @@ class PrefixSearches:
 
     def end(self, request_id: str) -> None:
         """The request has ended, or does not wait any more: what was found for it is given back."""
-        record = self._requests.find(request_id)
+        record = self._requests.get(request_id)
         if record is not None and record.search is not None:
             search = self._settle(record.search)
             self._leave_unused(search.best, None)
@@ -267,7 +267,7 @@ class PrefixSearches:
             if len(self._late) > MAX_LATE:
                 self._late.popitem(last=False)
         self.commands.add(StopQuery(search.number))
-        record = self._requests.find(search.request_id)
+        record = self._requests.get(search.request_id)
         if record is not None and record.search is search:
             self._end_wait(record)
         return search

@@ -53,6 +53,9 @@ class BlockReferences:
         held: leases with references that have not ended, by request; the one that was held first is first.
         ending: leases that have ended and that some worker has not acknowledged, by request; the first ended is first.
         are_blocks_short: whether a request waits for blocks: then all of a lease that is over is given back at once.
+        counts: references of each block. As many blocks as it has are an upper bound of `num_leased` that costs
+            nothing.
+        returning: the blocks that steps have to give back, of each lease that is over; the last one of each is first.
     """
 
     def __init__(self, pool: BlockPool | None = None) -> None:
@@ -60,35 +63,25 @@ class BlockReferences:
         self.held: dict[str, ProducerLease] = {}
         self.ending: dict[str, ProducerLease] = {}
         self.are_blocks_short = False
-        # References of each block. A count that falls to zero is removed, so a step's cost is that of used blocks.
-        self._references: Counter[int] = Counter()
+        # A count that falls to zero is removed, so a step's cost is that of used blocks.
+        self.counts: Counter[int] = Counter()
         # Those of leases that have ended. Counted when they are asked for, until the next step: only steps in which
         # blocks are short do, and to count them when a lease ends would cost each of its blocks two look-ups.
         self._ending: Counter[int] | None = None
         self._reservations: set[Reservation] = set()
-        # The last block of each is given back first.
-        self._returning: deque[list[int]] = deque()
+        self.returning: deque[list[int]] = deque()
         # In this step.
         self._num_returned = 0
-
-    def __len__(self) -> int:
-        """Blocks that leases refer to, shared or not: an upper bound of `num_leased` that costs nothing."""
-        return len(self._references)
 
     @property
     def num_requests(self) -> int:
         """Requests whose leases have references."""
         return len(self.held) + len(self.ending)
 
-    @property
-    def is_returning(self) -> bool:
-        """True if steps have blocks to give back."""
-        return bool(self._returning)
-
     def keep(self, lease: ProducerLease) -> None:
         """Take a reference on each block of a request that has ended."""
         self.held[lease.request_id] = lease
-        self._references.update(lease.block_ids)
+        self.counts.update(lease.block_ids)
         if self.pool is not None:
             self.pool.keep(lease.block_ids)
 
@@ -96,7 +89,7 @@ class BlockReferences:
         """Add blocks to a reservation. The caller has taken a reference on each."""
         self._reservations.add(reservation)
         reservation.block_ids.extend(blocks)
-        self._references.update(blocks)
+        self.counts.update(blocks)
 
     def cancel(self, reservation: Reservation) -> None:
         """No lease will have these blocks."""
@@ -130,15 +123,15 @@ class BlockReferences:
 
     def return_all(self) -> None:
         """Give back all blocks whose leases are over."""
-        for blocks in self._returning:
+        for blocks in self.returning:
             self._give_back(blocks)
-        self._returning.clear()
+        self.returning.clear()
 
     def num_leased(self) -> int:
         """Blocks that only leases keep, at least one of which is held. Visits every block of a lease."""
         ending = self._count_ending()
         num_leased = 0
-        for block, count in self._references.items():
+        for block, count in self.counts.items():
             if count > ending.get(block, 0) and self._is_only_leased(block):
                 num_leased += 1
         return num_leased
@@ -148,7 +141,7 @@ class BlockReferences:
         num_coming = 0
         for block, count in self._count_ending().items():
             # A block that a held lease keeps as well stays out of the pool.
-            if count == self._references[block] and self._is_only_leased(block):
+            if count == self.counts[block] and self._is_only_leased(block):
                 num_coming += 1
         return num_coming
 
@@ -161,7 +154,7 @@ class BlockReferences:
         ending = self._count_ending()
         gain = 0
         for block in lease.block_ids:
-            is_last = self._references[block] - ending.get(block, 0) == 1
+            is_last = self.counts[block] - ending.get(block, 0) == 1
             if is_last and self._is_only_leased(block):
                 gain += 1
         return gain
@@ -169,7 +162,7 @@ class BlockReferences:
     def snapshot(self) -> BlockReferencesSnapshot:
         """The counts now, and the blocks that are in no lease."""
         ending = self._count_ending()
-        held = Counter(self._references)
+        held = Counter(self.counts)
         held.subtract(ending)
         return BlockReferencesSnapshot(
             held={block: count for block, count in held.items() if count},
@@ -177,18 +170,18 @@ class BlockReferences:
             reserved=tuple(
                 tuple(reservation.block_ids) for reservation in self._reservations
             ),
-            returning=tuple(map(tuple, self._returning)),
+            returning=tuple(map(tuple, self.returning)),
         )
 
     def _return(self, blocks: list[int]) -> None:
         if blocks:
             self._ending = None
-            self._returning.append(blocks)
+            self.returning.append(blocks)
             self._return_some()
 
     def _return_some(self) -> None:
-        while self._returning:
-            blocks = self._returning[0]
+        while self.returning:
+            blocks = self.returning[0]
             first = 0
             if not self.are_blocks_short:
                 num_left = RETURNED_AT_ONCE - self._num_returned
@@ -198,7 +191,7 @@ class BlockReferences:
             part = blocks[first:]
             del blocks[first:]
             if not blocks:
-                self._returning.popleft()
+                self.returning.popleft()
             self._num_returned += len(part)
             self._give_back(part)
 
@@ -206,12 +199,12 @@ class BlockReferences:
         """Remove one reference from each of these distinct blocks."""
         self._ending = None
         # Popped and put back, since most are not put back: a decrement of each would be a Python loop over all blocks.
-        before = list(map(self._references.pop, blocks))
+        before = list(map(self.counts.pop, blocks))
         is_any_shared = sum(before) > len(before)
         if is_any_shared:
             for block, count in zip(blocks, before, strict=True):
                 if count > 1:
-                    self._references[block] = count - 1
+                    self.counts[block] = count - 1
         if self.pool is not None:
             self.pool.give_back(blocks)
 
@@ -220,7 +213,7 @@ class BlockReferences:
             self._ending = Counter()
             for lease in self.ending.values():
                 self._ending.update(lease.block_ids)
-            for blocks in self._returning:
+            for blocks in self.returning:
                 self._ending.update(blocks)
         return self._ending
 
@@ -228,4 +221,4 @@ class BlockReferences:
         """True if no running request has the block: the pool counts no more references than leases have."""
         if self.pool is None:
             return True
-        return self.pool.reference_count(block) == self._references[block]
+        return self.pool.reference_count(block) == self.counts[block]

@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvferry.link.awake_clock import AwakeClock, heartbeat_s
+from kvferry.link.awake_clock import AwakeClock
 from kvferry.link.commands import ReceivedLease
 from kvferry.link.counters import Counters
+from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.handshake import LeaseName, Release
 from kvferry.protocol.ids import Epoch
@@ -26,6 +27,7 @@ from kvferry.scheduler.producer.block_references import (
     Reservation,
 )
 from kvferry.scheduler.requests import (
+    KEEPS_BLOCKS,
     LEASE_TRANSITIONS,
     LeaseEvent,
     LeaseState,
@@ -91,7 +93,8 @@ class ProducerLedger:
         self.slots = LeaseSlots(slots, draw_epoch)
         self.lease_s = lease_s
         self.block_references = BlockReferences(pool)
-        self.clock = AwakeClock(heartbeat_s(lease_s))
+        # A pause of this process counts as one interval of the consumers' renewals.
+        self.clock = AwakeClock(lease_s / HEARTBEATS_PER_LEASE)
         self.observer: LeaseObserver | None = None
         self.num_prefixes = 0
         self.num_prefix_blocks = 0
@@ -107,7 +110,7 @@ class ProducerLedger:
 
     def get(self, request_id: str) -> ProducerLease | None:
         """The lease of a request, also after its end; None without one."""
-        record = self._requests.find(request_id)
+        record = self._requests.get(request_id)
         if record is None:
             return None
         return record.lease
@@ -123,12 +126,12 @@ class ProducerLedger:
     def needs_step(self) -> bool:
         """True if a step has something to do: orders, ended leases that the workers report, or leases that expire."""
         references = self.block_references
-        has_work = bool(self._orders or references.ending or references.is_returning)
+        has_work = bool(self._orders or references.ending or references.returning)
         return has_work or self.clock.awake_s >= self._deadlines.next_due_s
 
     def running(self, request_id: str) -> ProducerLease | None:
         """The lease of a request that has not ended. None without one, or if an earlier request with this id has it."""
-        record = self._requests.find(request_id)
+        record = self._requests.get(request_id)
         if record is None or record.lease is None or not record.lease.is_running:
             return None
         return record.lease
@@ -224,7 +227,7 @@ class ProducerLedger:
         Raises:
             LocalProtocolError: no slot is free, or the name is used.
         """
-        if not self.slots.free or self._requests.find(name) is not None:
+        if not self.slots.free or self._requests.get(name) is not None:
             raise LocalProtocolError(
                 f"prefix {name}: of {self.slots.count} slots {len(self.slots.free)} are free, or its name is used"
             )
@@ -372,7 +375,7 @@ class ProducerLedger:
             return over
         for request_id in request_ids:
             lease = self.get(request_id)
-            if lease is None or not lease.keeps_blocks:
+            if lease is None or lease.state not in KEEPS_BLOCKS:
                 continue
             # A set: a worker that reports twice must not stand for another, whose slot still says READY.
             lease.acks.add(worker)
@@ -407,7 +410,7 @@ class ProducerLedger:
             self.observer.lease_over(lease, lease.ended_by)
 
     def _all(self) -> Iterator[ProducerLease]:
-        for record in self._requests:
+        for record in self._requests.values():
             if record.lease is not None:
                 yield record.lease
 
@@ -488,8 +491,8 @@ class LeaseSlots:
 
     def take(self, lease: ProducerLease) -> LeaseOpen:
         """Give a lease a free slot and a fresh epoch, and return the order to the workers."""
-        slot = self.free.pop()
-        lease.name = self._new_name(slot)
+        lease.slot = self.free.pop()
+        lease.name = self._new_name(lease.slot)
         lease.origin = lease.name
         self._by_name[lease.name] = lease
         return LeaseOpen(slot=lease.slot, epoch=lease.name.epoch)

@@ -181,7 +181,7 @@ class PromptDirectory:
     def finished(self, request_id: str, reason: str = "") -> None:
         """As `over`, for the last time: the request has ended."""
         self.over(request_id, reason)
-        record = self._requests.find(request_id)
+        record = self._requests.get(request_id)
         if record is not None:
             record.listed = None
             self._requests.drop_if_over(record)
@@ -246,7 +246,7 @@ class PromptDirectory:
     # On the engine's thread.
 
     def _listed(self, request_id: str) -> ListedPrompt | None:
-        record = self._requests.find(request_id)
+        record = self._requests.get(request_id)
         if record is None:
             return None
         return record.listed
