@@ -18,7 +18,6 @@ from kvferry.connector.engine.adapters import Adapters
 from kvferry.connector.engine.facts import can_stream, topology_of
 from kvferry.connector.layout.discovery import groups_of
 from kvferry.connector.vllm.core import RunningWeights
-from kvferry.connector.vllm.scheduler import has_tokens
 from kvferry.plan.blocks import reaches_back
 from kvferry.protocol.description_json import encode_engine_json, to_engine_json
 from kvferry.protocol.digests import Media, Prompt
@@ -199,9 +198,10 @@ class LocalEngine:
         # Only the boot tells engines apart: ids are configured, and several engines may have the same one. In an
         # earlier life this engine had another boot, but the same id and address.
         is_here = source.remote_host == self.host and source.remote_port == self.port
+        if not is_here or not self.is_read_from:
+            return False
         # llm-d's sidecar names an address and no engine.
-        is_its_id = source.engine_id in (None, self.engine_id)
-        return is_here and self.is_read_from and is_its_id
+        return source.engine_id in (None, self.engine_id)
 
     @cached_property
     def announced_id(self) -> str:
@@ -283,7 +283,7 @@ class LocalEngine:
             num_tokens: number of tokens that will be read.
         """
         prompt = request.prompt_token_ids
-        if prompt is None or not has_tokens(request):
+        if prompt is None or request.prompt_embeds is not None:
             return None
         # The prompt's list where it has as many tokens. To copy the beginning of all tokens would take a sixth of the
         # time of making digests.

@@ -360,7 +360,9 @@ class Admission:
         """vLLM has allocated blocks for a request, or it has ended: it waits no more."""
         entry.failed_load = FailedLoad.NONE
         self._moved.pop(entry, None)
-        self._skipped.leave(entry)
+        # Most requests never wait, and each comes here several times.
+        if self._skipped.looked_at:
+            self._skipped.leave(entry)
 
     def must_wait(self, entry: EngineRequest, *, may_load: bool) -> bool:
         """True if vLLM must skip this request in this step. Asked while it holds no blocks.
@@ -373,7 +375,8 @@ class Admission:
         # In nearly all engines at all times: nothing is pinned, and no load has failed.
         may_any_wait = bool(self._moved or self._quarantine.num_blocks)
         if not may_any_wait or not self._is_kept_out(entry, may_load=may_load):
-            self._skipped.leave(entry)
+            if self._skipped.looked_at:
+                self._skipped.leave(entry)
             return False
         # vLLM admits one that reads no prefix whatever the connector says, if it fits
         # (v1/core/sched/scheduler.py:983). Parked, it would not be admitted: so that one keeps its status.

@@ -31,7 +31,6 @@ from kvferry.connector.scheduler_side.requests import EngineRequest, SchedulerCo
 from kvferry.connector.scheduler_side.sessions import Session
 from kvferry.connector.vllm.scheduler import (
     cut_prompt,
-    has_tokens,
     report_cached_tokens,
 )
 from kvferry.link.allowed_hosts import TrustedHosts
@@ -238,7 +237,8 @@ class RequestIntake:
         # Before the last tokens are left out: a consumer queries the prompt with all of it.
         num_tokens = request.num_prompt_tokens
         prompt = self._context.local.prompt_of(request, num_tokens)
-        can_share = self._can_share(request)
+        # A prompt of embeddings has no tokens by which a consumer could know it.
+        can_share = prompt is not None and self._can_share(request)
         is_leased = can_share and self._remote.intend(request, LeaseUse.PROMPT)
         if prompt is not None and self._context.local.is_read_from:
             key = request_key(
@@ -270,11 +270,7 @@ class RequestIntake:
 
     def _can_share(self, request: Request) -> bool:
         """True if the prompt's cache will be usable elsewhere; then its last tokens are left out where they must be."""
-        if (
-            not self._context.local.is_producer
-            or request.resumable
-            or not has_tokens(request)
-        ):
+        if not self._context.local.is_producer or request.resumable:
             return False
         left_out = self._context.local.left_out
         return not left_out or leave_out(request, left_out)

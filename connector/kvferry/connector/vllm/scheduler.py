@@ -248,11 +248,6 @@ def hint_actions(request: Request) -> Sequence[object]:
     return () if hints is None else hints.actions
 
 
-def has_tokens(request: Request) -> bool:
-    """True if the prompt consists of tokens, not of embeddings."""
-    return request.prompt_token_ids is not None and request.prompt_embeds is None
-
-
 # Status.
 
 
