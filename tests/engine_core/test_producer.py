@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.params import RemotePrefill, digest_of_id, read_params
 from tests.harness.core.scheduler import BLOCK_TOKENS, SAMPLED, SchedulerEngine, tokens
 
@@ -124,3 +125,14 @@ def test_a_producer_that_stops_while_a_step_is_in_flight_offers_what_was_compute
         3,
     )
     engine.finish(second)
+
+
+def test_a_hook_of_the_other_role_is_refused_and_no_other_attribute_is_made_up(
+    make: Any,
+) -> None:
+    node = make("kv_producer")
+    with pytest.raises(LocalProtocolError, match="in the scheduler"):
+        node.engine.connector.register_kv_caches({})
+    with pytest.raises(LocalProtocolError, match="in a worker"):
+        node.workers[0].reset_cache()
+    assert not hasattr(node.engine.connector, "no_such_hook")
