@@ -134,7 +134,16 @@ def test_hosts_of_one_engine_have_clocks_of_their_own() -> None:
     there.started = msgspec.structs.replace(there.started, host="second")
     there.ahead_ns = -30 * MS
     simulation.handover(simulation.engine("p"), consumer)
-    (note,) = compare(simulation.handovers()).notes
+    (handover,) = simulation.handovers()
+    clocks = compare([handover])
+    (note,) = clocks.notes
     assert note.startswith(
         "clocks of d on second and d on host-of-d differ by at least 29.5"
+    )
+    timeline = make_timeline(handover, clocks)
+    (ordered_ns,) = (
+        span.ended_ns for span in timeline.to_load if span.phase == "decode_queue"
+    )
+    assert timeline.workers[1].begun_ns == ordered_ns, (
+        "shifted to its order, and no more"
     )
