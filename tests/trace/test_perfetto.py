@@ -124,8 +124,8 @@ def test_any_recording_becomes_a_valid_trace(
 
 
 def test_a_request_is_in_a_track_of_each_part_with_its_ids_and_phases() -> None:
-    simulation, *engines = engine_pair(workers=2)
-    simulation.handover(*engines, request="r", decode_request="s")
+    simulation, producer, consumer = engine_pair(workers=2)
+    simulation.handover(producer, consumer, request="r", decode_request="s")
     events = traced(simulation.timelines())
     tracks = slices_of(events)
     assert {
@@ -156,8 +156,8 @@ def test_a_request_is_in_a_track_of_each_part_with_its_ids_and_phases() -> None:
 
 
 def test_arrows_lead_from_the_prefill_to_the_handover_and_to_every_worker() -> None:
-    simulation, *engines = engine_pair(workers=2)
-    simulation.handover(*engines)
+    simulation, producer, consumer = engine_pair(workers=2)
+    simulation.handover(producer, consumer)
     tracks = slices_of(traced(simulation.timelines()))
     begins = [
         track for track, ((*_, event),) in tracks.items() if event.get("flow_out")
