@@ -50,6 +50,7 @@ from kvferry.worker.fabric.port import (
     RemoteDescriptors,
     Transfer,
     TransferState,
+    TransferTelemetry,
 )
 
 # The posted parts of a failed transfer have been cancelled, but NIXL cannot report whether in time.
@@ -176,24 +177,35 @@ class Reads:
             reader.gil_released_at_s = posted_s
         return transfer
 
-    def until_done(self, transfers: Sequence[Transfer]) -> Generator[None, None, None]:
-        """Poll these transfers until all are DONE. None is given back.
+    def until_done(
+        self,
+        transfers: Sequence[Transfer],
+        count: Callable[[TransferTelemetry | None], None] | None = None,
+    ) -> Generator[None, None, None]:
+        """Poll these transfers until all are DONE, and give them back.
+
+        Args:
+            count: is told what the fabric has measured of each.
 
         Raises:
-            PeerLost: as `Fabric.poll`.
-            TransferFailed: as `Fabric.poll`.
+            PeerLost, TransferFailed: as `Fabric.poll`. None is given back then.
         """
-        poll = self.reader.fabric.poll
+        fabric = self.reader.fabric
         in_flight = list(transfers)
         while True:
             polled = in_flight
             in_flight = []
             for transfer in polled:
-                if poll(transfer) is TransferState.IN_FLIGHT:
+                if fabric.poll(transfer) is TransferState.IN_FLIGHT:
                     in_flight.append(transfer)
             if not in_flight:
-                return
+                break
             yield
+        for transfer in transfers:
+            # Before the transfer is given back: NIXL forgets its telemetry with it.
+            if count is not None:
+                count(fabric.telemetry(transfer))
+            self.finished(transfer)
 
     def finished(self, transfer: Transfer) -> None:
         """Give back a transfer that `poll` reported as DONE and whose telemetry has been read."""
@@ -525,7 +537,8 @@ class LeaseReads:
             self.entries = yield from self._take(self.slot_reads, num_read)
         wanted = np.array([index], dtype=np.int32)
         read = EntryRead(sources, wanted, self.slot_reads, self.entries)
-        yield from self._finish(read)
+        read.post(self.reads)
+        yield from self.reads.until_done(read.transfers)
         words: list[tuple[int, int]] = []
         for state, progress in read.values()[0].tolist():
             words.append((state, progress))
@@ -550,7 +563,8 @@ class LeaseReads:
             needed = entries_needed([source], len(part))
             self.pages = yield from self._take(self.id_pages, needed)
             read = EntryRead([source], wanted, self.id_pages, self.pages)
-            yield from self._finish(read)
+            read.post(self.reads)
+            yield from self.reads.until_done(read.transfers)
             ids.update(zip(part, read.values()[:, 0], strict=True))
             self.id_pages.give_back(self.pages, self.peer)
             self.pages = ()
@@ -575,10 +589,3 @@ class LeaseReads:
             taken = buffer.try_take(count, self.peer)
         self.waits_for = None
         return taken
-
-    def _finish(self, read: EntryRead) -> Generator[None, None, None]:
-        """Post a read, wait until it has ended, and give its transfers back."""
-        read.post(self.reads)
-        yield from self.reads.until_done(read.transfers)
-        for transfer in read.transfers:
-            self.reads.finished(transfer)

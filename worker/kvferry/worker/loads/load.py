@@ -299,11 +299,7 @@ class DataReads:
                 yield from self.mapped.steps(peer.mapped_routes, units)
             if peer.sources:
                 yield from self._read_staged(peer, units)
-            yield from self.reads.until_done(transfers)
-            for transfer in transfers:
-                # Before the transfer is given back: NIXL forgets its telemetry with it.
-                self.record.count(self.context.reader.fabric.telemetry(transfer))
-                self.reads.finished(transfer)
+            yield from self.reads.until_done(transfers, self.record.count)
         finally:
             peer.data_reads.ended += 1
 
