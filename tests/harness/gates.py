@@ -97,7 +97,7 @@ def holding_copies() -> Iterator[None]:
         yield from copying
 
     mapped_route.LAUNCH_BYTES = 1
-    DataReads.steps = read_by_gate  # type: ignore[method-assign]
+    DataReads.steps = read_by_gate  # type: ignore[method-assign, assignment]
     MappedReads.steps = held_steps  # type: ignore[method-assign, assignment]
     try:
         yield

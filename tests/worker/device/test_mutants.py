@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.worker.device import HOST, Device, _CudaMark
+from kvferry.worker.device import HOST, Device, _EventMark
 from kvferry.worker.leases import LeaseTable, ServedStream
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.runner import LoadRunner
@@ -25,7 +25,7 @@ from kvferry.worker.staging import staged_reads
 from kvferry.worker.staging.host_buffer import HostMirror
 from kvferry.worker.transfer_thread import TransferThread
 from tests import waiting
-from tests.fakes.cuda import Rule
+from tests.fakes.cuda import FakeEvent, Rule
 from tests.fakes.cuda_memory import FakeDevice
 from tests.harness import cache_engine
 from tests.worker.device import scenes
@@ -91,7 +91,7 @@ def on_the_default_stream(device: Device) -> Any:
     assert isinstance(device, FakeDevice)
     event = device.cuda.Event()
     event.record(device.cuda._default)
-    return _CudaMark(event)
+    return _EventMark(event.query)
 
 
 def ready_at_once(hold: Function) -> Function:
@@ -141,9 +141,9 @@ MUTANTS = {
         Device, "mark", first(Device.synchronize), **LIFE, rule=Rule.WAITS
     ),
     "the transfer thread waits": Mutant(
-        _CudaMark,
-        "reached",
-        first(lambda mark: mark._event._stream.synchronize()),
+        FakeEvent,
+        "query",
+        first(lambda event: event._stream.synchronize()),
         **LIFE,
         rule=Rule.WAITS,
     ),
@@ -164,7 +164,7 @@ MUTANTS = {
     "an event is not recorded": Mutant(
         Device,
         "mark",
-        instead(lambda device: _CudaMark(device._cuda.Event())),
+        instead(lambda device: _EventMark(device._cuda.Event().query)),
         **LIFE,
         rule=Rule.UNRECORDED,
     ),
