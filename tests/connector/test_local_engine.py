@@ -190,6 +190,33 @@ def test_a_model_with_a_recurrent_state_takes_turns_and_offers_none(
 
 
 @pytest.mark.parametrize(
+    ("role", "policy", "option", "says"),
+    [
+        ("kv_both", "recompute", {"prefix_pulls": "off"}, "prefix_pulls is off"),
+        ("kv_both", "fail", {}, "use recompute"),
+        ("kv_producer", "recompute", {}, "use kv_both"),
+        ("kv_both", "recompute", {}, None),
+    ],
+)
+def test_an_engine_says_at_its_start_why_it_asks_none_of_its_prefix_sources(
+    ferry_log: pytest.LogCaptureFixture,
+    role: str,
+    policy: str,
+    option: dict[str, Any],
+    says: str | None,
+) -> None:
+    made = vllm_config(
+        "NixlConnector", module="kvferry.connector", role=role, policy=policy
+    )
+    config = FerryConfig(prefix_sources=("10.1.2.3:5600",), **option)
+    LocalEngine.from_vllm_config(made, config_of(group(full())), config)
+    said = [record.getMessage() for record in ferry_log.records]
+    said = [line for line in said if line.startswith("prefix_sources")]
+    assert len(said) == (says is not None)
+    assert all(says is not None and says in line for line in said)
+
+
+@pytest.mark.parametrize(
     ("cache_gib", "prefixes", "is_hashed"),
     [(0, False, False), (0, True, True), (4, False, True)],
 )

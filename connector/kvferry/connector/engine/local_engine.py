@@ -189,6 +189,11 @@ class LocalEngine:
         )
         if local.is_read_from:
             check_announced(local.host)
+        if config.prefix_sources and not local.asks_prefixes:
+            logger.warning(
+                "prefix_sources: no engine is asked for prefixes: %s",
+                _why_none_is_asked(local, config),
+            )
         return local
 
     def is_named_by(self, source: RemotePrefill | NamedPrefill) -> bool:
@@ -306,6 +311,19 @@ class LocalEngine:
             media=tuple(media),
             weights=weights,
         )
+
+
+def _why_none_is_asked(local: LocalEngine, config: FerryConfig) -> str:
+    """Why an engine asks no other for prefixes, and what helps."""
+    if config.prefix_pulls == "off":
+        return "prefix_pulls is off"
+    if not local.pulls_prefixes:
+        return "with kv_load_failure_policy=fail a request would fail with its prefix; use recompute"
+    if not local.reads:
+        return (
+            "a kv_producer reads from no engine; use kv_both, or bidirectional_kv_xfer"
+        )
+    return "this model's prompts are not causal, and are read whole or not at all"
 
 
 def _can_offer_turns(groups: tuple[CacheGroup, ...], failure_policy: str) -> bool:
