@@ -32,6 +32,23 @@ READS = CaseResult(
 """Of a reader of this memory, for tests of reports."""
 
 
+_BEGIN = """
+import os, signal, sys
+from multiprocessing.connection import Connection
+from msgspec.structs import replace
+from kvferry.cli.transfer.child import Pipe
+from kvferry.cli.transfer.messages import CaseProgress, Failed
+from tests.cli.owners import OFFER
+pipe = Pipe(Connection(int(sys.argv[-1])))
+pipe.take()
+"""
+
+
+def scripted(code: str) -> tuple[str, str]:
+    """Arguments of Python for an owner or a reader that runs this code once it has its task, in place of NIXL."""
+    return ("-c", _BEGIN + code)
+
+
 def own(pipe: Pipe) -> None:
     """Offers memory that does not exist; its process id is its host."""
     pipe.take()

@@ -21,7 +21,7 @@ from kvferry.cli.transfer.messages import Measured, ReadsFailed
 from kvferry.cli.transfer.process import RUN_BYTES
 from tests.cli.bench_listener import TASK, bench_listening
 from tests.cli.command import refused, run
-from tests.cli.owners import CHANGED, OFFER, READS
+from tests.cli.owners import CHANGED, OFFER, READS, scripted
 from tests.link.channel import HOST, free_port
 
 pytestmark = pytest.mark.slow
@@ -145,14 +145,7 @@ def test_a_listener_that_freezes_is_reported_within_the_deadline_with_a_hint() -
 
 
 CRASHES_ITS_OWNER = """
-import sys
-from multiprocessing.connection import Connection
-import msgspec
-from kvferry.cli.transfer.child import Pipe
-from tests.cli.owners import OFFER
-pipe = Pipe(Connection(int(sys.argv[-1])))
-pipe.take()
-pipe.send(msgspec.structs.replace(OFFER, agent_metadata=b'crash'))
+pipe.send(replace(OFFER, agent_metadata=b'crash'))
 while True:
     pipe.take()
 """
@@ -166,7 +159,7 @@ def test_a_listener_whose_nixl_dies_of_this_clients_metadata_is_reported(
         bench_listening() as served,
         pytest.raises(ReadsFailed, match=r"session is ended: .* signal 6.*check"),
     ):
-        run_client(served.session(), TASK, lambda _: None, ("-c", CRASHES_ITS_OWNER))
+        run_client(served.session(), TASK, lambda _: None, scripted(CRASHES_ITS_OWNER))
     assert served.codes == [2]
 
 

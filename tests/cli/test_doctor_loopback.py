@@ -20,7 +20,7 @@ from kvferry.cli.doctor.loopback import (
 )
 from kvferry.cli.transfer.child import Outcome
 from kvferry.cli.transfer.messages import Kind, Measured
-from tests.cli.owners import OFFER, READS
+from tests.cli.owners import OFFER, READS, scripted
 
 pytestmark = pytest.mark.slow
 
@@ -95,24 +95,13 @@ def test_versions_and_unknown_variables_are_read_from_ucx_log() -> None:
     assert by_check(list(judge_log("")))["UCX names"].mark is Mark.NOT_DONE
 
 
-def process(code: str) -> tuple[str, str]:
-    """Both processes: a reader or owner that runs this code instead of using NIXL."""
-    start = (
-        "import os, signal, sys\nfrom multiprocessing.connection import Connection\n"
-    )
-    start += "from kvferry.cli.transfer.child import Pipe\n"
-    start += "from kvferry.cli.transfer.messages import Failed, CaseProgress\n"
-    start += "from tests.cli.owners import OFFER\npipe = Pipe(Connection(int(sys.argv[-1])))\npipe.take()\n"
-    return ("-c", start + code)
-
-
 AGENT = "pipe.send(OFFER)\npipe.take()\n"
 READING = AGENT + "pipe.send(CaseProgress(what='first contact'))\n"
 
 
 def loopback_dram(code: str, timeout_s: float = 30.0, **environ: str) -> Finding:
     machine = Machine({**os.environ, **environ}, timeout_s=timeout_s)
-    return by_check(list(check_loopback(machine, command=process(code))))["loopback"]
+    return by_check(list(check_loopback(machine, command=scripted(code))))["loopback"]
 
 
 DEATHS = [
@@ -197,12 +186,12 @@ def test_gpu_memory_is_tried_where_there_is_a_gpu_and_must_work_there() -> None:
     findings = by_check(
         list(
             check_loopback(
-                machine, "cuda", process("pipe.send(Failed(reason='no CUDA'))")
+                machine, "cuda", scripted("pipe.send(Failed(reason='no CUDA'))")
             )
         )
     )
     assert findings["loopback"].mark is Mark.BROKEN
     assert "no CUDA" in findings["loopback"].found
     assert (
-        list(check_loopback(Machine(dict(os.environ)), "cuda", process("pass"))) == []
+        list(check_loopback(Machine(dict(os.environ)), "cuda", scripted("pass"))) == []
     )
