@@ -28,7 +28,7 @@ from tests.harness.core.scheduler import tokens
 
 MOST_FILES = 40
 MOST_FUNCTIONS = 328
-MOST_CALLS_BETWEEN_FILES = 80
+MOST_CALLS_BETWEEN_FILES = 81
 """What is there. Of the functions 320 to 325 were counted: some are run by all of the handovers or not, as the
 machine is busy, and the limit leaves room for them. One that grows says why in its commit."""
 NUM_BLOCKS = 400
