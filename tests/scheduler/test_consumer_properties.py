@@ -20,7 +20,7 @@ from kvferry.link.commands import (
 )
 from kvferry.link.counters import Counters
 from kvferry.protocol.errors import LocalProtocolError
-from kvferry.protocol.orders import LoadOrders
+from kvferry.protocol.orders import NO_LOADS
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.requests import PromptKind
@@ -248,7 +248,7 @@ class ConsumerHistories(RuleBasedStateMachine):
         assert commands == self.expected
         self.ever += commands
         self.expected = []
-        assert self.ledger.take_orders() == LoadOrders()
+        assert self.ledger.take_orders() == NO_LOADS
         assert self.ledger.take_commands() == ()
 
     @invariant()

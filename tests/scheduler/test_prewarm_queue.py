@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.link.counters import Counters
 from kvferry.protocol.orders import (
-    LoadOrders,
+    NO_LOADS,
     Prewarm,
     StepOrders,
     decode_orders,
@@ -47,7 +47,7 @@ def test_the_producer_of_a_prompt_is_prewarmed_by_the_orders_of_the_next_step_an
         ("prefill-0", "10.0.0.1", 77, BOOT),
     ]
     assert not orders.loads
-    assert loads.take_orders() == LoadOrders()
+    assert loads.take_orders() == NO_LOADS
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,11 @@ class LoadOrders:
     prewarms: tuple[Prewarm, ...] = ()
 
 
-# On the wire.
+NO_LOADS = LoadOrders()
+"""Of most steps."""
+
+
+# What a worker needs before its step goes on.
 
 
 class OrdersHead(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from kvferry.link.counters import Counters
 from kvferry.link.limits import has_share
 from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.hosts import one_spelling
-from kvferry.protocol.orders import LoadOrder, LoadOrders, Prewarm
+from kvferry.protocol.orders import NO_LOADS, LoadOrder, LoadOrders, Prewarm
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.transitions import cannot_happen
 from kvferry.scheduler.block_pool import BlockPool
@@ -319,6 +319,8 @@ class ConsumerLedger:
 
     def take_orders(self) -> LoadOrders:
         """Since the last call: the loads, those whose requests were aborted, and the producers to prewarm."""
+        if not (self._orders or self._cancels or self.prewarms.waiting):
+            return NO_LOADS
         prewarms: tuple[Prewarm, ...] = ()
         if self.prewarms.waiting:
             prewarms = self.prewarms.take()
