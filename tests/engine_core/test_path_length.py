@@ -23,13 +23,17 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import pytest
+
+from kvferry.worker.loads import runner
+from kvferry.worker.peers import registry
 from tests.harness.core.node import Node
 from tests.harness.core.scheduler import tokens
 
 MOST_FILES = 40
-MOST_FUNCTIONS = 328
+MOST_FUNCTIONS = 326
 MOST_CALLS_BETWEEN_FILES = 81
-"""What is there. Of the functions 320 to 325 were counted: some are run by all of the handovers or not, as the
+"""What is there. Of the functions 319 to 321 were counted: some are run by all of the handovers or not, as the
 machine is busy, and the limit leaves room for them. One that grows says why in its commit."""
 NUM_BLOCKS = 400
 """With room for the longest request beside these: an engine in which blocks are short does more in each step."""
@@ -85,8 +89,11 @@ def threads_of_a_prompt() -> frozenset[int]:
 
 
 def test_a_warm_prefill_and_load_run_through_no_more_than_this(
-    make: Callable[..., Node],
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Checks at intervals are no part of a handover. On a busy machine each would take long enough for some.
+    monkeypatch.setattr(registry, "CHECK_S", 3600.0)
+    monkeypatch.setattr(runner, "_DEADLINE_CHECK_S", 3600.0)
     path = Path()
     functions: list[set[tuple[str, str]]] = []
     calls: list[set[tuple[str, str]]] = []
