@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -289,9 +290,10 @@ DROPPED = ("", "head_dim", "num_key_value_heads", "sliding_window", "layer_types
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_config_of_transformers_is_read_as_vllm_reads_it_or_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, run_seed: int
 ) -> None:
-    """With every key, and without each of those that a config.json may leave to the model's code."""
+    """With every key, and without each of those that a config.json may leave to the model's code. A usual run draws
+    two fifths of the models: to make all configurations takes a core for a quarter of a minute."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     pytest.importorskip("vllm.config")
     auto = pytest.importorskip("transformers.models.auto.configuration_auto")
@@ -299,7 +301,9 @@ def test_every_config_of_transformers_is_read_as_vllm_reads_it_or_refused(
         "vllm.transformers_utils.model_arch_config_convertor"
     )
     agreed = 0
-    for name in auto.CONFIG_MAPPING_NAMES:
+    known = list(auto.CONFIG_MAPPING_NAMES)
+    chosen = random.Random(run_seed).sample(known, draws(len(known)))
+    for name in chosen:
         if name.startswith(SERVED_ELSEWHERE):
             continue
         try:
@@ -361,4 +365,4 @@ def test_every_config_of_transformers_is_read_as_vllm_reads_it_or_refused(
             ]
             assert list(form.window_layers) == windows, (name, dropped)
             agreed += 1
-    assert agreed > 250
+    assert agreed > 0.2 * len(chosen)
