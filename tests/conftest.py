@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import seeds
-from tests.draws import draws
+from tests.draws import draws, leave_cases_out
 from tests.waiting import deadline_s
 
 # Before anything imports torch. Its threads wait for each other at the end of every operation, and on a machine with
@@ -73,6 +73,7 @@ def pytest_collection_modifyitems(
     """Order of the tests. In one process, tests that take minutes come last, after the failures of all others; with
     several workers they come first, so that other tests can run beside them, and slow modules next: at the end, no
     worker waits long for another's last module."""
+    leave_cases_out(config, items)
     if not hasattr(config, "workerinput"):
         items.sort(key=_turn)
         return

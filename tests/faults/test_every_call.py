@@ -21,6 +21,7 @@ from kvferry.worker.fabric.errors import (
     PeerLost,
     TransferFailed,
 )
+from tests.draws import usual_cases
 from tests.harness.rig import BOUND_S, HASTY, Rig, rig_of
 from tests.promises import promise
 
@@ -99,6 +100,7 @@ NEVER_CALLED |= {("consumer", "take_notifications")}
 
 
 @promise(1, 6)
+@usual_cases(24)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("kind", ["memory", "nixl"])

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.draws import usual_cases
 from tests.packaging.conftest import Distributions
 from tests.packaging.outside import ROOT, pins
 from tests.packaging.test_python_versions import NEWEST, OLDEST
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, usual_cases(1)]
 
 OTHERS = [
     "{}.{}".format(*version)

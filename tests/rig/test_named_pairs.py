@@ -12,6 +12,7 @@ from kvferry.worker.peer_memory.mapping import WorkerMapping
 from kvferry.worker.peer_memory.port import NotMappable, PeerMemory
 from kvferry.worker.peers import peer
 from kvferry.worker.settings import MappedReadsOption
+from tests.draws import usual_cases
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.geometry.handmade import attention, hybrid, latent, pair, side
 from tests.geometry.models import Model
@@ -188,6 +189,7 @@ def test_without_a_pool_two_cache_dtypes_need_mapped_memory(is_mapped: bool) -> 
             hand_over(made, producer, consumer)
 
 
+@usual_cases(45)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMED_PAIRS)
 def test_every_byte_arrives(name: str, way: str) -> None:

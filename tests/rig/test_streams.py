@@ -19,6 +19,7 @@ from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.state import LoadState
 from kvferry.worker.loads.streamed_read import StreamedRead
 from kvferry.worker.settings import WorkerSettings
+from tests.draws import usual_cases
 from tests.geometry.cells import NULL_BLOCK
 from tests.geometry.drawn import Drawn
 from tests.geometry.effects import number_names
@@ -41,6 +42,7 @@ REQUEST = "request"
 DRAWS = 20
 
 
+@usual_cases(30)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", STREAMED)
 def test_every_byte_arrives_part_by_part(name: str, way: str) -> None:

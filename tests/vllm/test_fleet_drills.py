@@ -15,6 +15,7 @@ import pytest
 
 from scripts.accuracy.engines import Router
 from scripts.accuracy.model import default_cache_dir
+from tests.draws import usual_cases
 from tests.promises import promise
 from tests.vllm.fleet import Fleet, check_idle, outage, prefill, running
 from tests.vllm.forked_server import ForkedServer
@@ -152,6 +153,7 @@ def test_a_killed_decoder_comes_back_to_the_same_producer(
 
 
 @promise(4)
+@usual_cases(1)
 @POLICIES
 def test_a_killed_producer_comes_back_to_the_same_decoder(
     fleet: Fleet, policy: int, tmp_path: Path

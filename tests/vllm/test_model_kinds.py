@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from scripts.accuracy.model import default_cache_dir
+from tests.draws import usual_cases
 from tests.vllm.forked_engine import (
     EngineFailed,
     ForkedEngine,
@@ -123,6 +124,7 @@ def assert_read_while_it_grows(
     assert kind.block_bytes <= early <= most
 
 
+@usual_cases(2)
 @pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.model)
 def test_a_model_is_handed_over_alone_and_between_one_rank_and_two(
     kind: Kind, logs: Path
@@ -260,6 +262,7 @@ def test_images_belong_to_what_is_handed_over(logs: Path) -> None:
         assert counted.total("vllm:nixl_bytes_transferred_sum") == 0
 
 
+@usual_cases(1)
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_a_decoder_that_drafts_is_given_the_prompt_and_its_drafters_cache(
     method: str, logs: Path

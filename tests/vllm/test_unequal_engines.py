@@ -20,6 +20,7 @@ import pytest
 
 from scripts.accuracy.model import config_of, token_size
 from scripts.accuracy.settings import TINY_MODEL, TINY_MODELS
+from tests.draws import usual_cases
 from tests.vllm.conftest import model_folder
 from tests.vllm.forked_engine import ForkedEngine, hand_over, start
 from tests.vllm.forked_engine_child import EngineSpec
@@ -59,6 +60,7 @@ def needed(model: str, prompt: Sequence[int], blocks: int, decoder_tp: int = 1) 
     return math.ceil(len(prompt) / blocks) * blocks * size[0]
 
 
+@usual_cases(1)
 @pytest.mark.parametrize("name", FEW_HEADS)
 def test_one_rank_and_two_hand_over_to_each_other_whatever_the_number_of_kv_heads(
     name: str, logs: Path
@@ -81,6 +83,7 @@ def test_one_rank_and_two_hand_over_to_each_other_whatever_the_number_of_kv_head
             assert read == stated
 
 
+@usual_cases(0)
 def test_pipeline_stages_hand_over_to_one_and_take_over_from_others(logs: Path) -> None:
     """One stage and two in both directions, and two ranks to two stages."""
     model = model_folder(TINY_MODEL)
