@@ -43,7 +43,10 @@ BAD: list[tuple[tuple[str, ...], str]] = [
         ("plan", "meta-llama/None,tp=2", DENSE),
         "PRODUCER is 'meta-llama/None'; expected layers=…,",
     ),
-    (("plan", "../x,tp=2", DENSE), "PRODUCER is '../x'; expected layers=…,"),
+    (
+        ("plan", "../no-model,tp=2", DENSE),
+        "PRODUCER is '../no-model'; expected layers=…,",
+    ),
     (
         ("plan", "tp=4", "tp=2"),
         "PRODUCER: layers is missing; expected the number of layers",

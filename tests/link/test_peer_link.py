@@ -326,6 +326,8 @@ def test_renewals_queries_and_prewarming_share_one_connection(
         assert answers.get(timeout=NEVER_S).progress is PromptProgress.UNKNOWN
         renewer.submit([ReleaseLease(lease(port))])
         assert listener.inbox.get(timeout=10) == _release(port, 1)
+        # The listener may hear of a connection after it has answered.
+        wait_until(lambda: listener.snapshot().unfinished_bytes, "it has a connection")
         assert len(listener.snapshot().unfinished_bytes) == 1
         assert renewer.snapshot().links.slots.in_use == {}, (
             "a configured peer takes no slot"
@@ -399,6 +401,10 @@ def test_a_queried_engine_is_not_connected_anew_for_messages_that_name_two_lives
         with listening() as (listener, port):
             queries.submit([StartQuery(("localhost", port), query(1))])
             assert answers.get(timeout=NEVER_S).progress is PromptProgress.UNKNOWN
+            # The listener may hear of a connection after it has answered.
+            wait_until(
+                lambda: listener.snapshot().unfinished_bytes, "it has a connection"
+            )
             connections = set(listener.snapshot().unfinished_bytes)
             for boot in (BOOT, "f" * 32, BOOT, "f" * 32):
                 renewer.submit([ReleaseLease(lease(port, host="localhost", boot=boot))])

@@ -17,6 +17,7 @@ import pytest
 from kvferry.protocol.handshake import SharedAllocation
 from kvferry.worker.peer_memory.port import PROOF_BYTES, NotMappable
 from kvferry.worker.peer_memory.shared_file import SharedFile, map_shared
+from tests.open_files import open_files
 
 SIZE = 10_000
 SEAL_SHRINK = fcntl.F_SEAL_SHRINK
@@ -82,10 +83,10 @@ def test_it_stays_mapped_as_long_as_a_view_of_it_lives() -> None:
 
 
 def test_its_descriptor_is_closed_with_it() -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     mapped = map_shared(os.getpid(), (file := SharedFile(SIZE)).allocation)
     del mapped, file
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() <= before
 
 
 def described(fd: int, num_bytes: int, name: str) -> SharedAllocation:
@@ -139,13 +140,13 @@ def test_what_is_no_sealed_file_of_this_name_and_size_is_not_mapped(what: str) -
     make, said = HOSTILE[what]
     name = secrets.token_hex(16)
     fd = make(name)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     try:
         with pytest.raises(NotMappable, match=said):
             map_shared(os.getpid(), described(fd, SIZE, name))
     finally:
         os.close(fd)
-    assert len(os.listdir("/proc/self/fd")) == before - 1, "nothing was left open"
+    assert open_files() <= before, "nothing was left open"
     assert maps_of(name) == 0
 
 

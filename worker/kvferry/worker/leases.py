@@ -586,6 +586,15 @@ class Notifications:
             try:
                 done = decode_notification(frame)
                 request_id = self._table.done(done)
+                logger.debug(
+                    "slot=%d done by worker %d of %s",
+                    done.slot,
+                    done.worker,
+                    done.consumer,
+                )
+                if request_id is not None:
+                    with self._results as results:
+                        results.sent.add(request_id)
             except InvalidMessage as invalid:
                 self._invalid.warning(
                     "ignored a notification of %s: %s", sender, invalid
@@ -601,14 +610,4 @@ class Notifications:
                 internal_errors.log(
                     "one notification is lost; the others are processed"
                 )
-            else:
-                logger.debug(
-                    "slot=%d done by worker %d of %s",
-                    done.slot,
-                    done.worker,
-                    done.consumer,
-                )
-                if request_id is not None:
-                    with self._results as results:
-                        results.sent.add(request_id)
         return bool(arrived)
