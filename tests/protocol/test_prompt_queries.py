@@ -16,13 +16,14 @@ from kvferry.protocol.handshake import (
     decode_request,
     encode,
 )
-from kvferry.protocol.ids import BootId
+from kvferry.protocol.ids import BootId, Text
 from kvferry.protocol.params import (
     announced_id,
     boot_of,
     decode_params,
     engine_of,
     request_key,
+    request_name,
 )
 from kvferry.protocol.queries import (
     Answer,
@@ -172,6 +173,26 @@ def test_a_key_of_any_id_can_be_asked_for(
     assert isinstance(asked, Subscribe)
     assert asked.queries[0] == query
     assert len(frame) < MAX_REQUEST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("request_id", "is_kept"),
+    [
+        ("cmpl-ü-0", True),
+        (512 * "x", True),
+        (513 * "x", False),
+        ("line\nbreak", False),
+        ("\ud800", False),
+        ("", False),
+    ],
+)
+def test_the_name_of_a_request_is_its_id_or_a_digest_that_params_may_have(
+    request_id: str, is_kept: bool
+) -> None:
+    name = request_name(request_id)
+    assert (name == request_id) is is_kept
+    assert msgspec.convert(name, Text) == name
+    assert name != request_name(request_id + "y")
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ from kvferry.protocol.params import (
     Ticket,
     new_mac_key,
     read_params,
+    request_name,
     sign_params,
 )
 from kvferry.protocol.visible import escape_logs
@@ -231,7 +232,7 @@ class StandaloneEngine:
         sizes = self.description.topology
         params = RemotePrefill(
             remote_engine_id=self.description.engine_id,
-            remote_request_id=lease.request_id,
+            remote_request_id=request_name(lease.request_id),
             remote_block_ids=blocks,
             remote_host=self.host,
             remote_port=self.port,

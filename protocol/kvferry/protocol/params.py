@@ -79,6 +79,7 @@ from kvferry.protocol.convert import as_nested, as_type, decode
 from kvferry.protocol.digests import CHUNK_TOKENS
 from kvferry.protocol.errors import MISSING, ForeignParams, InvalidParams
 from kvferry.protocol.ids import (
+    TEXT,
     BlockId,
     BootId,
     Count,
@@ -308,8 +309,18 @@ def request_key(request_id: str, transfer_id: str | None = None) -> str:
     return digest_of_id(key)
 
 
+def request_name(request_id: str) -> str:
+    """A request's id as its params have it, of which readers take a `Text` only: the digest of any other.
+
+    They would refuse all of the params for it, and the producer would hold the blocks until the lease expires.
+    """
+    if TEXT.fullmatch(request_id) is not None:
+        return request_id
+    return digest_of_id(request_id)
+
+
 def digest_of_id(request_id: str) -> str:
-    """What replaces an id that readers would refuse. Clients choose ids: of any length, and with any character."""
+    """The digest in place of an id that readers would refuse. Clients choose ids, of any length and characters."""
     # Of the id alone: both legs of a request replace theirs by the same one.
     encoded = request_id.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()

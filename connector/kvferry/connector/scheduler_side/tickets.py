@@ -29,13 +29,12 @@ from kvferry.connector.vllm.scheduler import (
 )
 from kvferry.plan.blocks import NULL_BLOCK, first_needed, held_from
 from kvferry.protocol.digests import GrowingChain, digest_chain
-from kvferry.protocol.ids import TEXT
 from kvferry.protocol.params import (
     PARAMS_VERSION,
     Blocks,
     RemotePrefill,
     Ticket,
-    digest_of_id,
+    request_name,
     sign_early,
     sign_params,
 )
@@ -633,13 +632,9 @@ class ParamsBuilder:
             held_from=tuple(first_held),
             stream_row=row,
         )
-        named = request_id
-        # Clients choose ids, and a consumer would refuse all of the params for that of one request.
-        if TEXT.fullmatch(request_id) is None:
-            named = digest_of_id(request_id)
         unsigned = RemotePrefill(
             remote_engine_id=self._local.announced_id,
-            remote_request_id=named,
+            remote_request_id=request_name(request_id),
             remote_block_ids=blocks,
             remote_host=self._local.host,
             remote_port=self._local.port,
