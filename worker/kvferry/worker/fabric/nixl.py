@@ -365,19 +365,18 @@ class NixlPeers:
             self._load(name, metadata)
         self._peers[name] = NixlPeer(name, metadata)
 
-    def get(
-        self, operation: str, peer: PeerAgent, entry: NixlPeer | None = None
-    ) -> NixlPeer:
+    def get(self, operation: str, peer: PeerAgent) -> NixlPeer:
         """The peer.
-
-        Args:
-            entry: as it was looked up before: a later peer of the same name is another one.
 
         Raises:
             PeerLost: it is unknown, removed, or known to be dead.
         """
-        if entry is None:
-            entry = self._peers.get(peer)
+        return self.check(operation, self._peers.get(peer), peer)
+
+    def check(
+        self, operation: str, entry: NixlPeer | None, peer: PeerAgent
+    ) -> NixlPeer:
+        """As `get`, for an entry that was looked up before: a later peer of the same name is another one."""
         if entry is None or entry.removed:
             raise PeerLost(operation, "the peer was removed or never added", peer)
         if entry.lost is not None:
@@ -559,7 +558,7 @@ class NixlFabric:
         agent = self._open("post read")
         source = self._own(remote, NixlRemote)
         target = self._own(local, NixlLocal)
-        entry = self._peers.get("post read", source.peer, source.entry)
+        entry = self._peers.check("post read", source.entry, source.peer)
         check_index_pairs(target, local_indices, source, remote_indices)
         if len(local_indices) == 0:
             empty = NixlTransfer(entry.name, None, entry, TransferState.DONE)
