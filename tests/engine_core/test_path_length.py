@@ -33,8 +33,8 @@ from tests.harness.core.scheduler import tokens
 MOST_FILES = 40
 MOST_FUNCTIONS = 326
 MOST_CALLS_BETWEEN_FILES = 81
-"""What is there. Of the functions 319 to 321 were counted: some are run by all of the handovers or not, as the
-machine is busy, and the limit leaves room for them. One that grows says why in its commit."""
+"""As counted. Some functions run in all of the handovers or not, as the machine is busy, so their limit is some higher.
+A commit that raises a limit says why."""
 NUM_BLOCKS = 400
 """With room for the longest request beside these: an engine in which blocks are short does more in each step."""
 WARM_UP = 2

@@ -256,7 +256,7 @@ class Simulation:
         ]
 
     def handovers(self) -> list[Handover]:
-        """What belongs together of what they recorded."""
+        """The handovers that their recordings show."""
         return match(self.read())
 
     def timelines(self) -> list[Timeline]:

@@ -75,8 +75,9 @@ SHORTEST_LEASE_S = 1.0
 """A shorter lease is renewed as if it had this lifetime: clients choose `lease_s` of unsigned params."""
 
 HEARTBEATS_PER_LEASE = 6
-"""As in vLLM's own connector, whose operators know what a value of `kv_lease_duration` means. The consumer renews at
-this interval, and the producer's clock counts a pause of its own as one such interval: both know the same `lease_s`."""
+"""As in vLLM's own connector, whose operators know what a value of `kv_lease_duration` means. The consumer renews
+every `lease_s / HEARTBEATS_PER_LEASE` seconds, and the producer's clock counts a pause of its own as one such interval:
+both know the same `lease_s`."""
 
 JOINS_AT = 0.75
 """Fraction of its interval after which a lease joins a renewal that is sent for another lease of its producer."""

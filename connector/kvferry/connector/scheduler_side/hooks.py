@@ -236,7 +236,7 @@ class RequestLife:
 
     def _wait_for_answer(self, entry: EngineRequest, num_local_tokens: int) -> None:
         """Take answers for a request, and wait for one to it as long as the engine has nothing else to do."""
-        # First: nobody waits to hear of what is here already.
+        # Before the wait: a request does not wait for tokens that its own cache has.
         if entry.record.search is not None:
             self._parts.pulls.looked_at(entry, num_local_tokens)
         if not entry.record.waits_for_answer:
@@ -364,8 +364,7 @@ class EngineStep:
         is_idle = not computes and self._parts.steps.may_wait
         if not orders:
             if is_idle and not wants_report:
-                num_requests = len(self._context.requests.in_order)
-                self._parts.steps.wait_for_loads(num_requests)
+                self._parts.steps.wait_for_loads(len(self._context.requests))
             if not is_idle and not wants_report:
                 return _NOTHING
             return FerryMetadata(wants_report=wants_report, is_idle=is_idle)

@@ -162,7 +162,8 @@ class Parking:
     """The requests of one engine that wait for the same thing. Iterates over them.
 
     Attributes:
-        looked_at: those that vLLM looks at. Only what is beside these is parked: if there are none, nobody waits.
+        looked_at: requests that vLLM looks at in each step. Others are parked only while these are `MAX_LOOKED_AT`, so
+            if there are none, no request waits.
     """
 
     def __init__(self) -> None:

@@ -160,8 +160,8 @@ class ConsumerLedger:
         if shared_tokens <= 0:
             return "other_prompt"
         if request_id in self.quarantine.pinned:
-            # The ids of requests can be chosen, and used again. Workers name loads by them: if this one failed as well,
-            # nobody could tell whose blocks may still be written, and its own would not be pinned.
+            # Clients choose ids, and use them again. Workers name loads by them: if this load failed as well, their
+            # report would name the same id once, and the blocks of this request would not be pinned.
             self._end_claim(ReleaseLease(lease))
             return "blocks_pinned"
         if kind is PromptKind.TURN:

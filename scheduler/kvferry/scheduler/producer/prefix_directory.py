@@ -181,7 +181,7 @@ class PrefixDirectory:
         reports: sequences to be listed, added by the engine's thread when a request whose blocks others may hit is
             scheduled, and again when it has grown.
         wanted: queries that have found something, for a step.
-        given_up: queries for whose tickets nobody waits any more, for a step.
+        given_up: queries that were given up; a step ends their leases.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class PrefixDirectory:
         return _take_all(self.wanted)
 
     def take_given_up(self) -> list[QueriedPrefix]:
-        """Queries for whose tickets nobody waits any more."""
+        """Queries that were given up since the last call; the caller ends their leases."""
         return _take_all(self.given_up)
 
     def opened(self, queried: QueriedPrefix, lease: ProducerLease) -> None:
