@@ -12,6 +12,8 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connector.messages import FerryWorkerMetadata
 from kvferry.scheduler.producer import block_references
+from kvferry.scheduler.producer.eviction_order import Candidate, candidates
+from kvferry.scheduler.producer.ledger import SCAN_S, ProducerLedger
 from tests.engine_core.slow_router import (
     HEARTBEAT_S,
     LEASE_S,
@@ -89,6 +91,38 @@ def test_a_request_that_waits_for_blocks_gets_those_of_a_lease_all_at_once(
     slow.step()
     assert slow.engine.status("waits") == "RUNNING"
     assert slow.engine.counted("leases_released", how) == 1
+
+
+def test_a_shortage_has_no_step_look_at_all_leases_again(
+    make_slow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases that are too young to end are many under load, when blocks are short as well."""
+    looks: list[float] = []
+
+    def look(ledger: ProducerLedger) -> list[Candidate]:
+        looks.append(ledger.clock.awake_s)
+        return candidates(ledger)
+
+    monkeypatch.setattr("kvferry.connector.scheduler_side.admission.candidates", look)
+    slow = make_slow(engine={"num_blocks": 201}, max_leased_fraction=1.0)
+
+    def step() -> None:
+        slow.now_s += 0.0001
+        slow.engine.finish(slow.engine.schedule())
+
+    names = [f"p{index}" for index in range(200)]
+    slow.prefill(*names, length=16)
+    while slow.answered() < len(names):
+        step()
+    slow.prefill("waits", length=160)
+    while not looks:
+        step()
+    for _ in range(100):
+        step()
+    assert slow.engine.status("waits") == "WAITING"
+    assert len(looks) <= 1 + 100 * 0.0001 / (len(names) * SCAN_S)
+    slow.step(round(2 * HEARTBEAT_S))
+    assert slow.engine.answers["waits"].finish_reason is not None
 
 
 def claimed(slow: Slow, length: int, keep_free: int) -> list[str]:

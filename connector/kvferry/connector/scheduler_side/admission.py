@@ -57,6 +57,7 @@ from kvferry.connector.vllm.scheduler import (
 )
 from kvferry.scheduler.consumer.ledger import QuarantinedBlocks
 from kvferry.scheduler.producer.eviction_order import Demand, candidates, evict
+from kvferry.scheduler.producer.ledger import SCAN_S
 from kvferry.scheduler.requests import ProducerLease, RemotePromptState
 
 if TYPE_CHECKING:
@@ -163,10 +164,6 @@ class BlockDemand:
 _RESERVED = 8
 """Turns and prefixes may be held while more than 1/8 of the blocks and of the slots are free."""
 
-_MANY = 1024
-_RECHECK_S = 0.05
-"""If more than `_MANY` leases may not be evicted yet, they are checked again after this time."""
-
 _COUNT_S_PER_BLOCK = 10e-6
 """Wait per leased block before counting again: ten times the cost of counting the blocks that only leases keep."""
 
@@ -242,6 +239,7 @@ class LeaseEviction:
         if demand is None:
             self._missed_since_s = None
             return
+        num_held = len(references.held)
         ranked = candidates(self._context.leases)
         # At least as many as leases alone keep, and free to know.
         num_leased = len(references.counts)
@@ -250,10 +248,12 @@ class LeaseEviction:
             num_leased = references.num_leased()
         if evict(ranked, references, num_leased, demand, self._end):
             self._missed_since_s = None
-        elif self._missed_since_s is None:
+            return
+        if self._missed_since_s is None:
             self._missed_since_s = clock_s
-        elif len(ranked) > _MANY:
-            self._recheck_s = max(self._recheck_s, clock_s + _RECHECK_S)
+        # A shortage lasts, and so do leases that may not end yet: to rank thousands of them in every step would cost
+        # each step milliseconds. All that were held count, since those without a rank cost as much.
+        self._recheck_s = max(self._recheck_s, clock_s + num_held * SCAN_S)
 
     def _end(self, lease: ProducerLease, how: str) -> None:
         self._context.leases.end(lease, how)
