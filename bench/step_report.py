@@ -86,8 +86,8 @@ def results_of(found: Sequence[Shown], steps: int, *, quick: bool) -> Results:
         charts=_charts(found),
         targets=_targets(found),
         notes=(
-            f"{steps} steps in each scene, 1 ms apart. The largest values hold Python's garbage collection and, "
-            "once in ten seconds at most and when an engine has nothing to do, the check of its sums.",
+            f"{steps} steps in each scene, at least 1 ms apart. The largest values hold Python's garbage collection "
+            "and, once in ten seconds at most and when an engine has nothing to do, the check of its sums.",
             "A step without tokens waits a moment for loads that are under way, on purpose: that is in the wall time.",
             "Held leases have 10 blocks each; loads in flight 100, but where blocks are varied. They are on a fabric "
             "in memory, which keeps them so; one row has real NIXL.",
