@@ -124,6 +124,35 @@ def test_a_request_that_fails_with_its_load_is_held_by_both_children(make: Any) 
     )
 
 
+@pytest.mark.parametrize("is_aborted", [False, True], ids=["reported", "aborted"])
+@pytest.mark.parametrize("config", [{}, {"overlap": True}, {"tp": 2}], ids=str)
+def test_a_request_that_fails_with_its_prefill_is_held_by_both_children(
+    make: Any, config: dict[str, Any], is_aborted: bool
+) -> None:
+    """No load belongs to it, but vLLM believes so."""
+    producer = make("kv_producer")
+    consumer, child = beside(make, policy="fail", **config)
+    prefill, decode = ids("x")
+    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=4)
+    side = ferry_of(consumer.engine.connector).scheduler_side
+    until((consumer,), lambda: side.queries.queries.snapshot().known)
+    producer.engine.abort(prefill)
+    until((producer, consumer), lambda: consumer.engine.used_blocks > 0)
+    if is_aborted:
+        consumer.engine.abort(decode)
+    until((producer, consumer), lambda: decode in child.held)
+    for _ in range(4):
+        consumer.step()
+    assert consumer.engine.used_blocks, "the other child has not saved them"
+    child.saved.add(decode)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.is_whole and producer.engine.is_whole,
+    )
+    assert not side.queries.unreported
+
+
 def test_answers_are_right_beside_it(make: Any) -> None:
     producer, consumer, child, decode = loading(make)
     child.saved.add(decode)

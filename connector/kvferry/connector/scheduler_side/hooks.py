@@ -162,6 +162,10 @@ class RequestLife:
             entry.request_id, by_error=has_ended_by_error(request)
         )
         must_hold = is_loading and self.children_hold
+        if self.children_hold and entry.request_id in self._parts.queries.unreported:
+            # To vLLM it is loading as well, see `PromptQueries.fail`.
+            self._context.loads.cancel(entry.request_id)
+            must_hold = True
         if any(self._parts.queries.unsettled):
             self._parts.queries.ended(entry)
         self._parts.demand.end_stall()
@@ -391,6 +395,9 @@ class EngineStep:
             if entry is not None:
                 self._parts.admission.failed(entry)
         for request_id in tuple(output.finished_recving or ()):
+            if request_id in self._parts.queries.unreported:
+                self._failure_reported(request_id, output)
+                continue
             prompt = self._context.loads.get(request_id)
             if prompt is None or prompt.state not in IN_FLIGHT:
                 continue  # another child of a MultiConnector has loaded it
@@ -401,6 +408,13 @@ class EngineStep:
             self._end_load(request_id, is_good=request_id not in failed)
         self._parts.admission.look_again()
         self._parts.channel.flush()
+
+    def _failure_reported(self, request_id: str, output: KVConnectorOutput) -> None:
+        """The workers have reported a request that `PromptQueries.fail` had them report."""
+        self._parts.queries.unreported.discard(request_id)
+        has_ended = self._context.requests.find(request_id) is None
+        if has_ended and self._life.children_hold:
+            output.finished_recving.discard(request_id)  # as that of an aborted load
 
     def _apply_report(self, report: FerryWorkerMetadata) -> None:
         if report.alive:

@@ -127,6 +127,7 @@ class PromptQueries:
         unsettled: all that `take` and `take_found` look at. As long as each is empty they have nothing to do, now or
             when a time is over, and no request waits. Its members' truth may be read on any thread.
         failing: the requests for the workers to report as failed in the next step, which clears it.
+        unreported: these requests, and those of earlier steps whose failure has not come back; they may have ended.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class PromptQueries:
         self._requests = requests
         self.recomputes = recomputes
         self.failing: list[str] = []
+        self.unreported: set[str] = set()
         self._loop = loop
         self._parking = Parking()
         self._lock = threading.Lock()
@@ -237,6 +239,7 @@ class PromptQueries:
         # that vLLM does not know of would end the engine.
         if num_external_tokens:
             self.failing.append(entry.request_id)
+            self.unreported.add(entry.request_id)
 
     def take(self) -> Iterator[Settled]:
         """Take the queries that were settled since the last call, at most `MOST_AT_ONCE` of each kind."""

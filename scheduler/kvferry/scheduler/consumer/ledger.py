@@ -289,12 +289,16 @@ class ConsumerLedger:
             return False
         is_cancelled = prompt.state is RemotePromptState.LOADING
         if is_cancelled:
-            self._cancels.append(request_id)
+            self.cancel(request_id)
         if is_cancelled and by_error:
             self.prewarms.forget(Prewarm.from_params(prompt.source))
             self._counters.add("failed_requests")
         self._leave(prompt, RemotePromptEvent.FINISH)
         return is_cancelled
+
+    def cancel(self, request_id: str) -> None:
+        """Have the workers end this request's load, and report once that it is over, also if it is over already."""
+        self._cancels.append(request_id)
 
     def decline_offered(self, reason: str) -> None:
         """Decline all loads that have not begun: their prompts are computed here."""
