@@ -1,21 +1,10 @@
-"""Owners for tests: a tame one without NIXL, which refuses `refuse` and dies of `crash`; a lying one."""
+"""Child processes for tests: scripts in place of those that use NIXL, and an owner that lies."""
 
 from __future__ import annotations
 
-import os
-import sys
+from kvferry.cli.transfer.messages import CaseResult, Offer
 
-import msgspec
-
-from kvferry.cli.transfer.child import Pipe, play
-from kvferry.cli.transfer.messages import (
-    CaseResult,
-    Connect,
-    ReadableAgent,
-    ReadsFailed,
-)
-
-OFFER = ReadableAgent(
+OFFER = Offer(
     host="p0", agent_metadata=b"m", kind="DRAM", address=4096, length=4096, seed=1
 )
 READS = CaseResult(
@@ -28,56 +17,41 @@ READS = CaseResult(
     checked=786432,
     wrong=0,
     first_wrong=-1,
+    gb_s=2.0,
 )
 """Of a reader of this memory, for tests of reports."""
 
-
 _BEGIN = """
-import os, signal, sys
+import os, signal, sys, time
 from multiprocessing.connection import Connection
-from msgspec.structs import replace
-from kvferry.cli.transfer.child import Pipe
-from kvferry.cli.transfer.messages import CaseProgress, Failed
+from kvferry.cli.transfer.messages import Failed, CaseProgress, receive, send
 from tests.cli.owners import OFFER
-pipe = Pipe(Connection(int(sys.argv[-1])))
-pipe.take()
+pipe = Connection(int(sys.argv[-1]))
+task = receive(pipe)
 """
 
 
 def scripted(code: str) -> tuple[str, str]:
-    """Arguments of Python for an owner or a reader that runs this code once it has its task, in place of NIXL."""
+    """Arguments of Python for a child that runs this code once it has its task."""
     return ("-c", _BEGIN + code)
 
 
-def own(pipe: Pipe) -> None:
-    """Offers memory that does not exist; its process id is its host."""
-    pipe.take()
-    pipe.send(msgspec.structs.replace(OFFER, host=str(os.getpid())))
-    asked = pipe.take()
-    assert isinstance(asked, Connect)
-    if asked.agent_metadata == b"crash":
-        os.abort()
-    if asked.agent_metadata == b"refuse":
-        raise ReadsFailed("no such metadata")
-    pipe.take()
-
+TAME = scripted("send(pipe, OFFER); receive(pipe)")
+"""An owner of memory that does not exist."""
 
 CHANGED = 9000
-
-
-def lie(pipe: Pipe) -> None:
-    """An owner on NIXL, with one bit of its memory changed."""
-    from kvferry.cli.transfer import process
-    from kvferry.cli.transfer.process import Bytes, content
-
-    def changed_content(seed: int, length: int) -> Bytes:
-        right = content(seed, length)
-        right[CHANGED] ^= 1
-        return right
-
-    vars(process)["content"] = changed_content
-    process.run(pipe)
-
-
-if __name__ == "__main__":
-    raise SystemExit(play(lie if "lying" in sys.argv else own))
+LYING = (
+    "-c",
+    f"""
+import sys
+from kvferry.cli.transfer import process
+right = process.content
+def changed(seed, length):
+    content = right(seed, length)
+    content[{CHANGED}] ^= 1
+    return content
+process.content = changed
+sys.exit(process.main())
+""",
+)
+"""An owner on NIXL, with one bit of its memory changed."""

@@ -26,8 +26,8 @@ WIDTH = 80
 _COLUMN_WIDTH = 10
 
 
-def terminal(*, errors: bool = False) -> Console:
-    """Standard output, or standard error, with colours if it is a terminal."""
+def terminal() -> Console:
+    """Standard output, with colours if it is a terminal."""
     # Imported when something is printed, so that `kvferry doctor --json` can say that the package is missing.
     from rich.console import Console
 
@@ -35,7 +35,14 @@ def terminal(*, errors: bool = False) -> Console:
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
         width = shutil.get_terminal_size((WIDTH, 24)).columns
     # With a width but no height rich reads COLUMNS itself.
-    return Console(width=width, height=24, stderr=errors, highlight=False)
+    return Console(width=width, height=24, highlight=False)
+
+
+def show_live(text: str) -> None:
+    """Show a line on standard error in place of the last one, if that is a terminal; "" ends it."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size((WIDTH, 24)).columns
+        print(f"\r\x1b[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def _print(content: RenderableType, min_width: int = 0) -> None:
@@ -128,8 +135,8 @@ def digits(value: float) -> str:
 def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
     """A value in the smallest of these units in which it is below `step`."""
     for unit in units[:-1]:
-        # Compared after rounding: 999.9 KB is 1 MB, and not 1000 KB.
-        if float(digits(value)) < step:
+        # Before rounding, which makes 1020 of 1024, and after it: 999.9 KB is 1 MB, and not 1000 KB.
+        if max(value, float(digits(value))) < step:
             return f"{digits(value)} {unit}"
         value /= step
     return f"{digits(value)} {units[-1]}"

@@ -7,29 +7,30 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from contextlib import closing
 from typing import get_args
 
 import msgspec
 
 from kvferry.cli.arguments import InvalidArgument, number_option, read_address
-from kvferry.cli.bench.client import ListenerSession, run_client
-from kvferry.cli.bench.listener import BenchListener
-from kvferry.cli.formatting import binary_bytes, print_line, print_table
-from kvferry.cli.transfer.child import Outcome, check_installed
+from kvferry.cli.bench.side_channel import BenchClient, BenchListener
+from kvferry.cli.formatting import binary_bytes, print_line, print_table, show_live
+from kvferry.cli.transfer.child import Child, check_installed
 from kvferry.cli.transfer.messages import (
     MAX_BYTES,
     MIN_BYTES,
-    CaseProgress,
+    CaseResult,
     Device,
+    Measured,
     Task,
 )
 from kvferry.link.allowed_hosts import AllowedHosts
-from kvferry.link.secrets import secrets_from_environment
+from kvferry.link.secrets import Secrets, secrets_from_environment
 from kvferry.protocol.errors import MISSING, one_of
 from kvferry.protocol.visible import visible, visible_json
 
 SCHEMA = 1
+PORT = 5700
 _COLUMNS = (
     "memory",
     ">size",
@@ -41,7 +42,6 @@ _COLUMNS = (
     "bytes",
 )
 _KINDS = {"DRAM": "host", "VRAM": "GPU"}
-PORT = 5700
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -58,9 +58,13 @@ def run_bench(options: argparse.Namespace) -> int:
             "no --connect beside --listen: one machine listens, the other connects"
         )
         raise InvalidArgument("--connect", options.connect, expected)
+    devices = get_args(Device)
+    if options.device not in devices:
+        expected = one_of(options.device, devices)
+        raise InvalidArgument("--device", options.device, expected)
     task = Task(
-        device=_device(options.device),
-        max_bytes=_size("--max-size", options.max_size),
+        device=options.device,
+        max_bytes=_size(options.max_size),
         seconds=number_option("--seconds", options.seconds, 0.01, 600),
         timeout_s=number_option("--timeout", options.timeout, 0.1, 600),
     )
@@ -71,31 +75,38 @@ def run_bench(options: argparse.Namespace) -> int:
     return _connect(options, task)
 
 
+def _size(text: str) -> int:
+    """Bytes, with K, M or G (or KiB, MiB, GiB) for powers of 1024."""
+    size = 0
+    match = re.fullmatch(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[KMG]?)(?:i?B)?", text)
+    if match is not None:
+        size = int(match["number"]) * _UNITS[match["unit"]]
+    if not MIN_BYTES <= size <= MAX_BYTES or size % MIN_BYTES:
+        expected = "a multiple of 4K from 4K to 1G, as 64M"
+        raise InvalidArgument("--max-size", text, expected)
+    return size
+
+
 def _listen(options: argparse.Namespace, task: Task) -> int:
     host, port = read_address("--listen", options.listen, PORT)
-    listener = BenchListener(
-        host,
-        port,
-        task,
-        secrets_from_environment(),
-        report=lambda line: print(visible(line), file=sys.stderr, flush=True),
-        allowed=_allowed_hosts(options.allowed_hosts),
-    )
-    # An exception of a handler would be lost in ZMQ's callbacks, so they only set a flag.
-    handlers_before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handlers_before[number] = signal.signal(number, lambda *_: listener.stop())
-    try:
-        return listener.serve()
-    finally:
-        listener.close()
-        for number, handler in handlers_before.items():
-            signal.signal(number, handler)
+    secrets = secrets_from_environment()
+    allowed = _allowed_hosts(options.allowed_hosts, secrets)
+
+    def report(line: str) -> None:
+        print(visible(line), file=sys.stderr, flush=True)
+
+    with closing(Child()) as owner:
+        owner.send(task)
+        listener = BenchListener(host, port, owner, secrets, allowed, report)
+        with closing(listener):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: listener.stop())
+            return listener.serve()
 
 
-def _allowed_hosts(listed: str | None) -> AllowedHosts | None:
+def _allowed_hosts(listed: str | None, secrets: Secrets) -> AllowedHosts:
     if listed is None:
-        return None
+        return AllowedHosts.without_list(secrets)
     try:
         return AllowedHosts.from_entries(listed.split(","))
     except ValueError as entry:
@@ -107,101 +118,58 @@ def _allowed_hosts(listed: str | None) -> AllowedHosts | None:
 
 def _connect(options: argparse.Namespace, task: Task) -> int:
     host, port = read_address("--connect", options.connect, PORT)
-    session = ListenerSession(host, port, task.timeout_s, secrets_from_environment())
+    client = BenchClient(host, port, task.timeout_s, secrets_from_environment())
     try:
-        outcome = run_client(session, task, _show)
+        measured = client.run(task, show_live)
     finally:
-        _clear_line()
+        show_live("")
     if options.json:
-        print(visible_json(json.dumps(as_json(outcome), indent=2, ensure_ascii=False)))
+        print(visible_json(json.dumps(as_json(measured), indent=2, ensure_ascii=False)))
     else:
-        print_outcome(outcome)
-    return 1 if outcome.measured.wrong else 0
+        print_measured(measured)
+    return 1 if measured.wrong else 0
 
 
-def _show(progress: CaseProgress) -> None:
-    """A live line, if standard error is a terminal."""
-    if sys.stderr.isatty():
-        _clear_line()
-        print(progress.what, end="", file=sys.stderr, flush=True)
-
-
-def _clear_line() -> None:
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _device(text: str) -> Device:
-    for device in get_args(Device):
-        if text == device:
-            return device  # type: ignore[no-any-return]
-    raise InvalidArgument("--device", text, one_of(text, get_args(Device)))
-
-
-def _size(name: str, text: str) -> int:
-    """Bytes, with K, M or G (or KiB, MiB, GiB) for powers of 1024."""
-    size = 0
-    match = re.fullmatch(r"(?P<number>[0-9]{1,12}) ?(?P<unit>[KMG]?)(?:i?B)?", text)
-    if match is not None:
-        size = int(match["number"]) * _UNITS[match["unit"]]
-    if not MIN_BYTES <= size <= MAX_BYTES or size % MIN_BYTES:
-        raise InvalidArgument(name, text, "a multiple of 4K from 4K to 1G, as 64M")
-    return size
-
-
-def as_json(outcome: Outcome) -> dict[str, object]:
+def as_json(measured: Measured) -> dict[str, object]:
     """The whole answer as plain values."""
-    measured = outcome.measured
-    return {
-        "kvferry_bench": SCHEMA,
-        "right": not measured.wrong,
-        "listener": outcome.host,
-        "transports": outcome.lanes,
-        "first_contact_ms": measured.first_contact_ms,
-        "reads": [
-            {**msgspec.to_builtins(reads), "gb_s": reads.gb_s}
-            for reads in measured.reads
-        ],
-    }
+    plain = msgspec.to_builtins(measured)
+    del plain["type"]
+    return {"kvferry_bench": SCHEMA, "right": not measured.wrong, **plain}
 
 
-def print_outcome(outcome: Outcome) -> None:
+def print_measured(measured: Measured) -> None:
     """Print a table, and what applies to all of it."""
-    print_table(_COLUMNS, _rows(outcome))
+    print_table(_COLUMNS, map(_row, measured.reads))
+    transports = measured.transports or "transports that UCX does not name"
+    checked = sum(reads.checked for reads in measured.reads)
+    verdict = f"every byte of {binary_bytes(checked)} is right"
+    if measured.wrong:
+        verdict = f"{measured.wrong} of {checked} bytes are WRONG: do not run engines over this"
     print()
-    for line in _lines(outcome):
-        print_line(line)
+    print_line(f"listener {measured.listener}, over {transports}")
+    print_line(f"first contact {measured.first_contact_ms:.1f} ms")
+    print_line(verdict)
 
 
-def _rows(outcome: Outcome) -> Iterator[list[str]]:
-    for reads in outcome.measured.reads:
-        verdict = "right"
-        if reads.wrong:
-            verdict = f"{reads.wrong} of {reads.checked} WRONG, the first at {reads.first_wrong}"
-        yield [
-            _KINDS[reads.kind],
-            binary_bytes(reads.num_bytes),
-            f"{reads.descriptors}",
-            f"{reads.reads}",
-            f"{reads.gb_s:.3g}",
-            _us(reads.p50_us),
-            _us(reads.p99_us),
-            verdict,
-        ]
+def _row(reads: CaseResult) -> list[str]:
+    verdict = "right"
+    if reads.wrong:
+        verdict = (
+            f"{reads.wrong} of {reads.checked} WRONG, the first at {reads.first_wrong}"
+        )
+    return [
+        _KINDS[reads.kind],
+        binary_bytes(reads.num_bytes),
+        f"{reads.descriptors}",
+        f"{reads.reads}",
+        f"{reads.gb_s:.3g}",
+        _us(reads.p50_us),
+        _us(reads.p99_us),
+        verdict,
+    ]
 
 
 def _us(time_us: float) -> str:
     if time_us >= 100:
         return f"{time_us:.0f}"
     return f"{time_us:.1f}"
-
-
-def _lines(outcome: Outcome) -> Iterator[str]:
-    measured = outcome.measured
-    yield f"listener {outcome.host}, over {outcome.lanes or 'transports that UCX does not name'}"
-    yield f"first contact {measured.first_contact_ms:.1f} ms"
-    checked = sum(reads.checked for reads in measured.reads)
-    if measured.wrong:
-        yield f"{measured.wrong} of {checked} bytes are WRONG: do not run engines over this"
-    else:
-        yield f"every byte of {binary_bytes(checked)} is right"

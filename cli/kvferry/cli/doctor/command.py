@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import os
-import sys
 import threading
 import time
 from collections import Counter
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvferry.cli.arguments import number_option, whole_option
 from kvferry.cli.doctor.channel import check_address, check_secret, check_telemetry
 from kvferry.cli.doctor.devices import Machine, check_devices, check_efa, this_machine
-from kvferry.cli.doctor.findings import Finding, Mark, not_done
+from kvferry.cli.doctor.findings import MARKS, Finding, not_done
 from kvferry.cli.doctor.host import (
     check_files,
     check_huge_pages,
@@ -29,7 +27,7 @@ from kvferry.cli.doctor.host import (
 )
 from kvferry.cli.doctor.ucx import check_ucx
 from kvferry.cli.doctor.versions import check_versions
-from kvferry.cli.formatting import digits, print_line, print_table, terminal
+from kvferry.cli.formatting import digits, print_line, print_table, show_live
 from kvferry.protocol.visible import visible_json
 
 if TYPE_CHECKING:
@@ -37,7 +35,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _SHOW_S = 0.2
-_COLOURS = {"ok": "green", "look": "yellow", "broken": "bold red", "not done": "dim"}
+
+Check = Callable[[Machine], Iterable[Finding]]
 
 
 def _check_loopback(device: Device, machine: Machine) -> Iterable[Finding]:
@@ -48,7 +47,7 @@ def _check_loopback(device: Device, machine: Machine) -> Iterable[Finding]:
 
 
 # All checks in the order of their findings.
-CHECKS: dict[str, Callable[[Machine], Iterable[Finding]]] = {
+CHECKS: dict[str, Check] = {
     "versions": check_versions,
     "GPUs and NICs": check_devices,
     "EFA": check_efa,
@@ -67,23 +66,6 @@ CHECKS: dict[str, Callable[[Machine], Iterable[Finding]]] = {
 }
 
 
-class _Running(threading.Thread):
-    """A check on a thread of its own: a call of the system that hangs costs no other check its time."""
-
-    def __init__(self, check: Callable[[], Iterable[Finding]]) -> None:
-        # A call of a driver cannot be ended, and a thread that is no daemon would keep the process.
-        super().__init__(daemon=True)
-        self._check = check
-        self.findings: list[Finding] = []
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.findings.extend(self._check())
-        except BaseException as error:  # noqa: BLE001 - reported where the check is waited for
-            self.error = error
-
-
 def run_doctor(options: argparse.Namespace) -> int:
     """Run the command; returns the exit code: 1 if anything is broken.
 
@@ -93,14 +75,21 @@ def run_doctor(options: argparse.Namespace) -> int:
     ranks = whole_option("--data-parallel-size", options.data_parallel_size, 1, 1024)
     timeout_s = number_option("--timeout", options.timeout, 0.1, 600)
     machine = this_machine(os.environ, ranks, timeout_s)
-    with _progress() as show:
-        findings = list(examine(machine, show))
+    try:
+        findings = list(examine(machine, show_live))
+    finally:
+        show_live("")
+    is_broken = any(finding.mark == "broken" for finding in findings)
     if options.json:
-        print(visible_json(json.dumps(as_json(findings), indent=2, ensure_ascii=False)))
+        plain = {
+            "kvferry_doctor": SCHEMA,
+            "broken": is_broken,
+            "findings": list(map(asdict, findings)),
+        }
+        print(visible_json(json.dumps(plain, indent=2, ensure_ascii=False)))
     else:
         print_findings(findings)
-    is_broken = any(finding.mark is Mark.BROKEN for finding in findings)
-    return 1 if is_broken else 0
+    return int(is_broken)
 
 
 def examine(
@@ -114,70 +103,46 @@ def examine(
         show: called with the names of the checks that are waited for.
     """
     end_s = time.monotonic() + machine.timeout_s
-    threads = {
-        name: _Running(functools.partial(check, machine))
-        for name, check in CHECKS.items()
-    }
-    for thread in threads.values():
+    running: dict[str, tuple[threading.Thread, list[Finding]]] = {}
+    for name, check in CHECKS.items():
+        found: list[Finding] = []
+        # A thread each: a call of the system that hangs costs no other check its time. It cannot be ended, and a thread
+        # that is no daemon would keep the process.
+        thread = threading.Thread(
+            target=_run, args=(check, machine, found), daemon=True
+        )
         thread.start()
+        running[name] = (thread, found)
     # Waited for in turn: the findings have the order of the checks, whichever ends first.
-    for name, thread in threads.items():
+    for name, (thread, found) in running.items():
         while thread.is_alive() and time.monotonic() < end_s:
-            show(", ".join(other for other in threads if threads[other].is_alive()))
+            alive = [other for other, (one, _) in running.items() if one.is_alive()]
+            show(f"kvferry doctor waits for {', '.join(alive)}")
             thread.join(_SHOW_S)
-        # Read before the findings: those of a thread that ends in between are complete then.
-        is_alive = thread.is_alive()
-        findings = list(thread.findings)
         # A check that has found something is only ending its processes.
-        if is_alive and all(finding.check for finding in findings):
-            findings.append(
-                not_done(f"did not end within {digits(machine.timeout_s)} s")
-            )
-        elif isinstance(thread.error, Exception):
-            findings.append(not_done(f"{type(thread.error).__name__}: {thread.error}"))
-        elif thread.error is not None:
-            raise thread.error
-        for finding in findings:
+        if thread.is_alive() and not found:
+            found.append(not_done(f"did not end within {digits(machine.timeout_s)} s"))
+        for finding in found:
             yield replace(finding, check=finding.check or name)
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A line with the checks that are waited for, if standard error is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    started_s = time.monotonic()
-    with terminal(errors=True).status("kvferry doctor") as status:
-
-        def show(names: str) -> None:
-            status.update(f"{time.monotonic() - started_s:.0f} s, waiting for {names}")
-
-        yield show
-
-
-def as_json(findings: Sequence[Finding]) -> dict[str, object]:
-    """The whole answer as plain values."""
-    plain = []
-    for finding in findings:
-        named = {"check": finding.check, **asdict(finding), "mark": finding.mark.value}
-        plain.append(named)
-    is_broken = any(finding.mark is Mark.BROKEN for finding in findings)
-    return {"kvferry_doctor": SCHEMA, "broken": is_broken, "findings": plain}
+def _run(check: Check, machine: Machine, found: list[Finding]) -> None:
+    try:
+        found.extend(check(machine))
+    except Exception as error:  # noqa: BLE001 - reported
+        found.append(not_done(f"{type(error).__name__}: {error}"))
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """Print the findings, each with its remedy in the row below, and the number of each mark."""
     rows: list[tuple[str, str, str]] = []
     for finding in findings:
-        rows.append((finding.mark.value, finding.check, finding.found))
+        rows.append((finding.mark, finding.check, finding.found))
         # In a row of its own it can be copied.
         if finding.do:
             rows.append(("", "", f"→ {finding.do}"))
-    print_table(("", "check", "found, and what to do"), rows, _COLOURS)
+    print_table(("", "check", "found, and what to do"), rows, MARKS)
     counts = Counter(finding.mark for finding in findings)
     print_line()
-    print_line(
-        ", ".join(f"{counts[mark]} {mark.value}" for mark in Mark if counts[mark]),
-        "bold",
-    )
+    counted = (f"{counts[mark]} {mark}" for mark in MARKS if counts[mark])
+    print_line(", ".join(counted), "bold")

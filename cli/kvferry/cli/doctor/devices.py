@@ -24,7 +24,7 @@ _PLUGIN = ("plugins", "libplugin_LIBFABRIC.so")
 NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
 # With torch, which brings the CUDA runtime along, as in an engine.
 _LOAD = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1])"
-_LOAD_TIMEOUT_S = 20.0
+_CHILD_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,22 +167,25 @@ def load_error(plugin: Path, machine: Machine) -> str:
     """Load it in another process; the loader's error, empty if there is none."""
     # NIXL's wheel has the plugin, but not libfabric, hwloc and the libraries of the GPU's driver. If one is missing,
     # NIXL says only `NIXL_ERR_NOT_FOUND`; the system's loader names it.
+    return error_of(_LOAD, str(plugin), environ=machine.environ)
+
+
+def error_of(code: str, *arguments: str, environ: Mapping[str, str]) -> str:
+    """Run this code in another Python; the error that ends it, empty if there is none."""
     try:
-        loading = subprocess.run(
-            [sys.executable, "-c", _LOAD, str(plugin)],
-            env=dict(machine.environ),
+        ran = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            env=environ,
             capture_output=True,
             text=True,
-            timeout=_LOAD_TIMEOUT_S,
+            timeout=_CHILD_TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"not loaded within {_LOAD_TIMEOUT_S:g} s"
-    if loading.returncode == 0:
+        return f"no answer within {_CHILD_TIMEOUT_S:g} s"
+    if ran.returncode == 0:
         return ""
-    lines = loading.stderr.strip().splitlines()
-    if not lines:
-        return f"status {loading.returncode}"
+    lines = ran.stderr.strip().splitlines() or [f"status {ran.returncode}"]
     return lines[-1].removeprefix("OSError: ")
 
 

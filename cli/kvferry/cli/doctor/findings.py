@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
-
-class Mark(enum.Enum):
-    """Severity of a finding. Only `BROKEN` makes the exit status 1."""
-
-    OK = "ok"
-    LOOK = "look"
-    BROKEN = "broken"
-    NOT_DONE = "not done"
+MARKS = {"ok": "green", "look": "yellow", "broken": "bold red", "not done": "dim"}
+"""The severities of a finding, with their colours. Only `broken` makes the exit status 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,32 +13,33 @@ class Finding:
     """One line of the table.
 
     Attributes:
-        found: the result of a check, or why it could not be made.
-        do: the command or change that helps; never empty if the mark is `LOOK` or `BROKEN`.
         check: name of what was checked; where it is empty, that of the check.
+        mark: one of `MARKS`.
+        found: the result of a check, or why it could not be made.
+        do: the command or change that helps; never empty if the mark is `look` or `broken`.
     """
 
-    mark: Mark
+    check: str
+    mark: str
     found: str
     do: str = ""
-    check: str = ""
 
 
 def ok(found: str, check: str = "") -> Finding:
     """Nothing to do."""
-    return Finding(Mark.OK, found, "", check)
+    return Finding(check, "ok", found)
 
 
 def look(found: str, do: str, check: str = "") -> Finding:
     """It works, but slower than possible, or not in every situation."""
-    return Finding(Mark.LOOK, found, do, check)
+    return Finding(check, "look", found, do)
 
 
 def broken(found: str, do: str, check: str = "") -> Finding:
     """An engine would not start, or no prompt would be handed over."""
-    return Finding(Mark.BROKEN, found, do, check)
+    return Finding(check, "broken", found, do)
 
 
 def not_done(reason: str, check: str = "") -> Finding:
     """The check could not be made here."""
-    return Finding(Mark.NOT_DONE, reason, "", check)
+    return Finding(check, "not done", reason)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import mmap
 import os
 import platform
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvferry.cli.doctor.devices import Machine
+from kvferry.cli.doctor.devices import Machine, error_of
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
 from kvferry.cli.formatting import binary_bytes
 
@@ -35,13 +32,14 @@ FIRST_IPC_NAMESPACE = "ipc:[4026531839]"
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Docker's --cap-add IPC_LOCK lifts the limit without changing it.
 _CAP_IPC_LOCK = 14
-_MEMORY_OF_A_CHILD = """
-import os, sys
-fd = os.memfd_create("kvferry-doctor")
-os.ftruncate(fd, os.sysconf("SC_PAGESIZE"))
-os.write(fd, b"kvferry")
-print(fd, flush=True)
-sys.stdin.read()
+_MAP = """
+import mmap, os, sys
+pid, fd, content = int(sys.argv[1]), sys.argv[2], sys.argv[3].encode()
+os.close(os.pidfd_open(pid))
+with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
+    found = mmap.mmap(file.fileno(), len(content), prot=mmap.PROT_READ)[:]
+if found != content:
+    raise ValueError(f"it has {found} in place of {content}")
 """
 
 
@@ -115,9 +113,8 @@ def check_mapped_reads(machine: Machine) -> Iterator[Finding]:
     if architecture != "x86_64":
         yield ok(f"not on {architecture}, which may reorder loads: reads go over NIXL")
         return
-    try:
-        _map_a_child()
-    except (OSError, ValueError) as error:
+    error = _error_of_mapping(machine)
+    if error:
         found = (
             f"memory of another process cannot be mapped ({error}): reads go over NIXL"
         )
@@ -158,31 +155,17 @@ def _namespace(machine: Machine, kind: str) -> str:
     return os.readlink(machine.root / f"proc/self/ns/{kind}")
 
 
-def _map_a_child() -> None:
-    """Do what a consumer does: map a file of another process, and read it.
-
-    Raises:
-        OSError: it is not allowed.
-        ValueError: what was read is not what the process wrote.
-    """
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _MEMORY_OF_A_CHILD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as child:
-        try:
-            number = (child.stdout.readline() if child.stdout else b"").decode().strip()
-            if not number:
-                raise OSError("a process cannot make a memory file")
-            os.close(os.pidfd_open(child.pid))
-            with open(f"/proc/{child.pid}/fd/{number}", "rb") as file:
-                mapped = mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
-            with mapped:
-                if mapped[:7] != b"kvferry":
-                    raise ValueError(f"it has {mapped[:7]!r} in place of b'kvferry'")
-        finally:
-            child.kill()
+def _error_of_mapping(machine: Machine) -> str:
+    """Let another process do with this one what a consumer does: map a file of it, and read it."""
+    content = "kvferry"
+    try:
+        fd = os.memfd_create("kvferry-doctor")
+    except OSError as refused:
+        return f"no memory file can be made: {refused}"
+    with open(fd, "wb", buffering=0) as file:
+        file.write(content.encode())
+        arguments = (str(os.getpid()), str(fd), content)
+        return error_of(_MAP, *arguments, environ=machine.environ)
 
 
 def check_processors(machine: Machine) -> Iterator[Finding]:

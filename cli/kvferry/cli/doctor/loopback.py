@@ -9,16 +9,24 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+
+import msgspec
 
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, not_done, ok
-from kvferry.cli.transfer.child import COMMAND, Child, Outcome, check_installed, measure
+from kvferry.cli.transfer.child import (
+    COMMAND,
+    LOADING,
+    Child,
+    check_installed,
+    measure,
+)
 from kvferry.cli.transfer.messages import (
-    Connect,
     Device,
     Kind,
-    ReadableAgent,
+    Measured,
+    Offer,
     ReadsFailed,
     Task,
 )
@@ -30,6 +38,8 @@ BUSY = 2.0
 SLOW_GB_S: dict[Kind, float] = {"DRAM": 0.5, "VRAM": 5.0}
 # Of the doctor's time, for ending the processes.
 _ENDING_S = 1.5
+# Without progress a read counts as hanging; it is reported every 0.25 s.
+_STUCK_S = 2.0
 # Larger reads show no more, and take the doctor's time.
 _MAX_BYTES = 16 << 20
 _VERSION = re.compile(
@@ -60,45 +70,47 @@ def check_loopback(
     task = Task(
         device=device, max_bytes=_MAX_BYTES, timeout_s=limit_s / 2, is_short=True
     )
-    stages: list[str] = []
+    doing = LOADING
+    is_slow = False
+
+    def wait(what: str, silent_s: float) -> None:
+        nonlocal doing, is_slow
+        doing = what
+        if time.monotonic() > end_s:
+            is_slow = silent_s < _STUCK_S
+            how = "is slow" if is_slow else "hangs"
+            raise ReadsFailed(f"NIXL {how}: out of time", late=True)
+
     with (
         contextlib.closing(Child(command, machine.environ)) as owner,
         contextlib.closing(Child(command, machine.environ)) as reader,
     ):
         owner.send(task)
-
-        def connect(agent_metadata: bytes) -> ReadableAgent:
-            offer = owner.expect(ReadableAgent, max(0.0, end_s - time.monotonic()))
-            owner.send(Connect(agent_metadata=agent_metadata))
-            return offer
-
-        findings: Iterable[Finding]
         try:
-            outcome = measure(
-                reader,
-                task,
-                connect,
-                lambda stage: stages.append(stage.what),
-                start_s=limit_s,
-                end_s=end_s,
-            )
+            offer = owner.take(limit_s)
+            if not isinstance(offer, Offer):
+                raise ReadsFailed("NIXL hangs, or is slow: out of time", late=True)
+            task = msgspec.structs.replace(task, offer=offer)
+            yield from judge_reads(kind, measure(reader, task, wait))
         except ReadsFailed as failed:
-            findings = [_failure(kind, failed, stages)]
-        else:
-            findings = judge_outcome(kind, outcome)
+            yield _failure(kind, failed, doing, is_slow=is_slow)
         if kind == "DRAM":
             yield from judge_log(reader.printed())
-        yield from findings
 
 
-def _failure(kind: Kind, failed: ReadsFailed, stages: list[str]) -> Finding:
-    """The finding about a transfer that was not completed; the last of its stages has failed."""
-    found = f"{failed}, while {stages[-1]}"
+def _failure(kind: Kind, failed: ReadsFailed, doing: str, *, is_slow: bool) -> Finding:
+    """The finding about a transfer that was not completed.
+
+    Args:
+        doing: what has failed.
+        is_slow: until the deadline one read after the other ended.
+    """
+    found = f"{failed}, while {doing}"
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    is_reading = len(stages) > 1
+    is_reading = doing != LOADING
     # A read that does not end says something about the fabric; a slow start, or a busy machine, does not.
-    proves_nothing = not is_reading or load > BUSY
-    if failed.is_slow or (failed.late and proves_nothing):
+    proves_nothing = is_slow or not is_reading or load > BUSY
+    if failed.late and proves_nothing:
         do = "kvferry doctor --timeout 120, when the machine is idle"
         return look(f"{found}; load {load:.1f} per core", do)
     about = "UCX and limits" if is_reading else "versions and UCX"
@@ -108,34 +120,32 @@ def _failure(kind: Kind, failed: ReadsFailed, stages: list[str]) -> Finding:
     return broken(found, do)
 
 
-def judge_outcome(kind: Kind, outcome: Outcome) -> Iterator[Finding]:
+def judge_reads(kind: Kind, measured: Measured) -> Iterator[Finding]:
     """The rate of the largest read in one piece, and for host memory whether it went past the other process."""
-    measured = outcome.measured
     if measured.wrong:
         found = f"{measured.wrong} bytes arrived that are not the owner's"
         yield broken(found, "do not serve from this machine; report it")
         return
     in_one_piece = [reads for reads in measured.reads if reads.descriptors == 1]
     gb_s = max(in_one_piece, key=lambda reads: reads.num_bytes).gb_s
-    lanes = outcome.lanes or "transports that UCX did not name"
-    found = f"{gb_s:.1f} GB/s, first contact {measured.first_contact_ms:.1f} ms, over {lanes}"
-    if gb_s < SLOW_GB_S[kind]:
+    transports = measured.transports or "transports that UCX did not name"
+    found = f"{gb_s:.1f} GB/s, first contact {measured.first_contact_ms:.1f} ms, over {transports}"
+    if gb_s >= SLOW_GB_S[kind]:
+        yield ok(found)
+    else:
         then = "reads between processes"
         if kind == "VRAM":
             then = f"{GPU_READS}, which kvferry sets to y"
-        yield look(
-            found, f"try again on an idle machine; then look at UCX_TLS and at {then}"
-        )
-    else:
-        yield ok(found)
+        do = f"try again on an idle machine; then look at UCX_TLS and at {then}"
+        yield look(found, do)
     if kind == "DRAM":
-        yield _between_processes(lanes)
+        yield _between_processes(transports)
 
 
-def _between_processes(lanes: str) -> Finding:
+def _between_processes(transports: str) -> Finding:
     """Whether UCX reads host memory of peers on this host directly."""
     check = "reads between processes"
-    direct = re.search(r"\b(cma|xpmem|knem)\b", lanes)
+    direct = re.search(r"\b(cma|xpmem|knem)\b", transports)
     if direct:
         return ok(f"UCX reads another process's memory directly ({direct[0]})", check)
     # Without `process_vm_readv` UCX reads by messages, which the peer must serve.

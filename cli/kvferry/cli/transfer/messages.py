@@ -1,37 +1,26 @@
-"""Messages between a command and its child processes, and those of `kvferry bench` between machines; all msgpack.
+"""Messages between a command and its child processes, msgpack over a pipe.
 
-    command          each child        command          owner        command          reader
-    Task          →                    Connect       →               ReadableAgent         →
-                  ←  ReadableAgent                                                         ←  CaseProgress … Measured
+    command          owner        command          reader
+    Task          →               Task{offer}   →
+                  ←  Offer                      ←  CaseProgress … Measured
+    (the pipe ends: it ends)
 
-`Failed` may come from a child at any time. Between machines, one frame each way over the side channel's sockets:
-
-    client                          listener
-    Join{session, metadata}      →
-                                 ←  ReadableAgent | Refused
-    Alive{session}               →                   every few seconds, or the session ends
-                                 ←  Noted | Refused
-    Leave{session, wrong}        →
-                                 ←  Noted | Refused
+A child may send `Failed` at any time.
 """
 
 from __future__ import annotations
 
+from multiprocessing.connection import Connection
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.convert import decode
-from kvferry.protocol.errors import InvalidMessage, KvferryError
-from kvferry.protocol.handshake import Refused
-from kvferry.protocol.ids import Address, Count, Hex128, Positive, Text
+from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.ids import Address, Text
 
-# Of the messages between machines.
-VERSION = 1
 MIN_BYTES = 4 << 10
 MAX_BYTES = 1 << 30
-MAX_FRAME_BYTES = 160 << 10
 
 Metadata = Annotated[bytes, Meta(min_length=1, max_length=128 << 10)]
 Length = Annotated[int, Meta(ge=MIN_BYTES, le=MAX_BYTES)]
@@ -44,34 +33,16 @@ class ReadsFailed(KvferryError):
 
     Args:
         late: only a deadline was missed.
-        is_slow: and until then one read after the other ended.
     """
 
-    def __init__(
-        self, reason: str, *, late: bool = False, is_slow: bool = False
-    ) -> None:
+    def __init__(self, reason: str, *, late: bool = False) -> None:
         super().__init__(reason)
         self.late = late
-        self.is_slow = is_slow
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
-    """To a child: the kind and bytes of memory, the time to measure a case, the timeout of a read, in seconds.
+class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="bench offer"):
+    """An owner's agent, and its memory: `length` bytes, which are `process.content(seed, length)`."""
 
-    `is_short`: only the smallest and the largest reads.
-    """
-
-    device: Device
-    max_bytes: Length
-    seconds: float = 0.0
-    timeout_s: float = 0.0
-    is_short: bool = False
-
-
-class ReadableAgent(msgspec.Struct, frozen=True, kw_only=True, tag="bench agent"):
-    """A child's agent, and memory that may be read: `length` bytes, which are `process.content(seed, length)`."""
-
-    version: Positive = VERSION
     host: Text
     agent_metadata: Metadata
     kind: Kind
@@ -80,14 +51,27 @@ class ReadableAgent(msgspec.Struct, frozen=True, kw_only=True, tag="bench agent"
     seed: Annotated[int, Meta(ge=0, lt=2**62)]
 
 
-class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
-    """To a child, which becomes an owner: the agent of its reader."""
+class Task(msgspec.Struct, frozen=True, kw_only=True, tag="task"):
+    """To a child.
 
-    agent_metadata: Metadata
+    Attributes:
+        max_bytes: of its memory.
+        seconds: to measure a case.
+        timeout_s: of a read.
+        is_short: only the smallest and the largest reads.
+        offer: what a reader reads; None for an owner.
+    """
+
+    device: Device
+    max_bytes: Length
+    seconds: float = 0.0
+    timeout_s: float = 0.0
+    is_short: bool = False
+    offer: Offer | None = None
 
 
 class CaseProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """From a reader: the case that it works on."""
+    """From a reader, several times a second: what it is doing."""
 
     what: str
 
@@ -97,8 +81,11 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_bytes, descriptors: of one read.
-        reads: timed ones. checked, wrong: bytes of all reads, those of the warm-up too. first_wrong: offset, or -1.
+        reads: timed ones.
         p50_us, p99_us: from just before the post until the poll that finds it done.
+        checked, wrong: bytes of all reads, those of the warm-up too.
+        first_wrong: offset, or -1.
+        gb_s: GB/s of the median read.
     """
 
     kind: Kind
@@ -110,16 +97,20 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     checked: int
     wrong: int
     first_wrong: int
-
-    @property
-    def gb_s(self) -> float:
-        """GB/s of the median read."""
-        return self.num_bytes / self.p50_us / 1e3
+    gb_s: float
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
-    """From a reader: all results. `first_contact_ms`: from the start until the end of the first, smallest read."""
+    """From a reader: all results, as `kvferry bench --json` prints them.
 
+    Attributes:
+        listener: the owner's host.
+        transports: as UCX names them; the command adds them.
+        first_contact_ms: from the start until the end of the first, smallest read.
+    """
+
+    listener: str
+    transports: str = ""
     first_contact_ms: float
     reads: tuple[CaseResult, ...]
 
@@ -136,64 +127,16 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     late: bool = False
 
 
-Message = Task | ReadableAgent | Connect | CaseProgress | Measured | Failed
+Message = Task | Offer | CaseProgress | Measured | Failed
+
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-class Join(msgspec.Struct, frozen=True, kw_only=True, tag="bench join"):
-    """A client wants to read. `session` is a random id of this client; the metadata is its NIXL agent's."""
-
-    version: Positive = VERSION
-    session: Hex128
-    host: Text
-    agent_metadata: Metadata
+def send(pipe: Connection, message: Message) -> None:
+    """Send one message; raises `OSError` when the other end is gone."""
+    pipe.send_bytes(msgspec.msgpack.encode(message))
 
 
-class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="bench alive"):
-    """The session goes on."""
-
-    session: Hex128
-
-
-class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="bench leave"):
-    """The session is over. `wrong`: number of wrong bytes. `complete`: all cases were measured."""
-
-    session: Hex128
-    wrong: Count
-    complete: bool
-
-
-class Noted(msgspec.Struct, frozen=True, kw_only=True, tag="bench noted"):
-    """Acknowledges `Alive` and `Leave`."""
-
-
-Request = Join | Alive | Leave
-Reply = ReadableAgent | Noted | Refused
-
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-
-
-def encode_frame(message: Request | Reply) -> bytes:
-    """One frame."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode_request(frame: bytes) -> Request:
-    """A frame that a listener received.
-
-    Raises:
-        InvalidMessage: it is none.
-    """
-    return decode(frame, _requests, MAX_FRAME_BYTES, InvalidMessage)
-
-
-def decode_reply(frame: bytes) -> Reply:
-    """A reply of a listener.
-
-    Raises:
-        InvalidMessage: it is none, or of another version.
-    """
-    reply = decode(frame, _replies, MAX_FRAME_BYTES, InvalidMessage)
-    if isinstance(reply, ReadableAgent) and reply.version != VERSION:
-        raise InvalidMessage("version", reply.version, str(VERSION))
-    return reply
+def receive(pipe: Connection) -> Message:
+    """Wait for the next message; raises `OSError` or `EOFError` when the other end is gone."""
+    return _decoder.decode(pipe.recv_bytes())
