@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 from vllm import envs
+from vllm.config import ParallelConfig
 
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.facts import (
+    Siblings,
     can_stream,
     check_supported,
     facts_of,
     interleave_of,
     sharding_of,
+    siblings_of,
 )
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Interleave, Place
@@ -211,3 +214,84 @@ def test_switched_off_or_with_drafters_no_prompt_is_read_while_it_is_computed() 
     assert not can_stream(config, kv_cache_config(8), FerryConfig(streaming="off"))
     config.speculative_config = SimpleNamespace(method="mtp")
     assert not can_stream(config, kv_cache_config(8), FerryConfig())
+
+
+def siblings(
+    rank: int,
+    *,
+    local_rank: int | None = None,
+    is_moe: bool,
+    backend: str = "mp",
+    **sizes: Any,
+) -> Siblings:
+    """As `EngineCoreProc.run_engine_core` makes the configuration of one data-parallel rank."""
+    parallel = ParallelConfig(**sizes)
+    parallel.data_parallel_rank_local = rank if local_rank is None else local_rank
+    parallel.data_parallel_index = rank
+    # Its own check needs Ray.
+    object.__setattr__(parallel, "data_parallel_backend", backend)
+    if is_moe:
+        parallel.data_parallel_rank = rank
+    else:
+        parallel.reconfigure_for_independent_dp_rank()
+    config: Any = SimpleNamespace(parallel_config=parallel)
+    return siblings_of(config)
+
+
+def ports(*ranks: int) -> tuple[int, ...]:
+    return tuple(envs.VLLM_NIXL_SIDE_CHANNEL_PORT + rank for rank in ranks)
+
+
+FOUR: dict[str, Any] = {"data_parallel_size": 4, "data_parallel_size_local": 4}
+TWO_HOSTS: dict[str, Any] = {
+    "data_parallel_size": 4,
+    "data_parallel_size_local": 2,
+    "data_parallel_master_ip": "10.0.0.1",
+}
+
+
+@pytest.mark.parametrize("is_moe", [True, False], ids=["moe", "dense"])
+def test_every_rank_of_one_host_names_all_others(is_moe: bool) -> None:
+    """vLLM tells the ranks of a dense model that they are alone, and distributes prompts over them all the same."""
+    for rank in range(4):
+        others = [other for other in range(4) if other != rank]
+        assert siblings(rank, is_moe=is_moe, **FOUR) == Siblings(ports(*others), True)
+
+
+@pytest.mark.parametrize("is_moe", [True, False], ids=["moe", "dense"])
+def test_an_engine_without_data_parallelism_has_no_siblings(is_moe: bool) -> None:
+    assert siblings_of(engine_config()) == Siblings((), True)
+    assert siblings(0, is_moe=is_moe) == Siblings((), True)
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_moe", "here"),
+    [(1, True, [0]), (2, True, [3]), (1, False, [0]), (2, False, []), (3, False, [2])],
+)
+def test_ranks_behind_a_front_end_on_another_host_are_not_all_named(
+    rank: int, is_moe: bool, here: list[int]
+) -> None:
+    found = siblings(rank, local_rank=rank % 2, is_moe=is_moe, **TWO_HOSTS)
+    assert found == Siblings(ports(*here), False)
+
+
+def test_a_front_end_of_its_own_gives_prompts_to_the_ranks_of_its_host_alone() -> None:
+    hybrid: dict[str, Any] = {**TWO_HOSTS, "data_parallel_hybrid_lb": True}
+    for rank, other in ((2, 3), (3, 2)):
+        found = siblings(rank, local_rank=rank - 2, is_moe=True, **hybrid)
+        assert found == Siblings(ports(other), True)
+    # How many ranks of a dense model are here vLLM does not tell.
+    found = siblings(3, local_rank=1, is_moe=False, **hybrid)
+    assert found == Siblings(ports(2), False)
+    external: dict[str, Any] = {
+        **TWO_HOSTS,
+        "data_parallel_size_local": 1,
+        "data_parallel_external_lb": True,
+    }
+    assert siblings(3, local_rank=0, is_moe=True, **external) == Siblings((), True)
+
+
+@pytest.mark.parametrize("is_moe", [True, False], ids=["moe", "dense"])
+def test_where_ray_puts_ranks_is_not_known(is_moe: bool) -> None:
+    found = siblings(1, is_moe=is_moe, backend="ray", **FOUR)
+    assert found == Siblings(ports(0), False)

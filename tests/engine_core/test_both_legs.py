@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.engine.facts import Siblings
 from kvferry.protocol.params import announced_id
 from tests.harness.core.node import Node, until
 from tests.harness.core.scheduler import tokens
@@ -437,8 +438,8 @@ def test_a_prompt_of_another_data_parallel_rank_is_found(
     """The router's answers name one rank; vLLM's front end has given this prompt to another."""
     consumer, there = make("kv_consumer"), make("kv_producer")
     monkeypatch.setattr(
-        "kvferry.connector.scheduler_side.side.sibling_ports",
-        lambda config: (there.port,),
+        "kvferry.connector.scheduler_side.side.siblings_of",
+        lambda config: Siblings((there.port,), are_all=True),
     )
     named = make("kv_producer")
     prefill, decode = ids("x")
@@ -481,6 +482,34 @@ def test_push_is_announced_once_a_consumer_that_can_ask_has_connected(
     params = off.prefill("q0", tokens(100, seed=8))
     consumer.decode("e0", tokens(100, seed=8), params)
     assert off.prefill("q1", tokens(100, seed=6))["transfer_mode"] == "pull"
+
+
+def test_push_is_not_announced_where_a_prompt_may_be_on_a_rank_that_nobody_names(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each such prompt would wait for 10 s, and would then be computed by the decoder."""
+    consumer = make("kv_consumer")
+    monkeypatch.setattr(
+        "kvferry.connector.scheduler_side.side.siblings_of",
+        lambda config: Siblings((), are_all=False),
+    )
+    with caplog.at_level("WARNING", "kvferry"):
+        producer = make("kv_producer")
+    assert "routers are not told to send both legs at once" in caplog.text
+    consumer.decode("d0", PROMPT, producer.prefill("p0", PROMPT))
+    second = producer.prefill("p1", tokens(100, seed=5))
+    assert second["transfer_mode"] == "pull"
+    # A router that does it all the same is served.
+    prefill, decode = ids("x")
+    prompt = tokens(120, seed=6)
+    producer.engine.add(prefill, prompt, REMOTE_DECODE, max_tokens=1)
+    consumer.engine.add(decode, prompt, leg_params(producer, "x"), max_tokens=COUNT)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
+    check(consumer, decode, prompt)
+    assert consumer.engine.counted("loads") == 2
 
 
 def test_a_ticket_may_come_before_the_producers_workers_have_the_orders(

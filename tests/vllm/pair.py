@@ -59,11 +59,19 @@ class ServerPair:
         assert params, answer.text
         return dict(params)
 
-    def decode(self, prompt: str, params: Any, tokens: int = 8) -> httpx.Response:
+    def decode(
+        self,
+        prompt: str,
+        params: Any,
+        headers: Mapping[str, str] | None = None,
+        *,
+        tokens: int = 8,
+    ) -> httpx.Response:
         """Send a prompt with params to the decoder."""
         return post(
             self.consumer.base_url,
             self._body(prompt, tokens) | {"kv_transfer_params": params},
+            headers=headers,
         )
 
     def plain(self, engine: Server, prompt: str, tokens: int = 8) -> str:

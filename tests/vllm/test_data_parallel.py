@@ -12,6 +12,8 @@ from tests.vllm.forked_server import ForkedServer
 from tests.vllm.pair import ServerPair, long_prompt, text_of
 
 RANKS = 2
+NAMED = ("remote_engine_id", "remote_host", "remote_port")
+"""What a router that sends both legs at once takes from the params of an earlier answer."""
 
 
 def test_every_rank_of_a_data_parallel_engine_is_a_peer_of_its_own(
@@ -41,6 +43,16 @@ def test_every_rank_of_a_data_parallel_engine_is_a_peer_of_its_own(
             )
             answers.append(text_of(ranked.decode(prompt, params[-1])))
         counted = pair.consumer.metrics() - before
+        # Both legs at once: the router names rank 0, of an earlier answer, and vLLM has given the prompt to rank 1.
+        before = pair.consumer.metrics()
+        of_both = {"X-Request-Id": "both-legs"}
+        prompt = long_prompt("Rank 1, both legs")
+        by_rank_1 = {"X-data-parallel-rank": "1", **of_both}
+        params_of_both = ranked.prefill(prompt, headers=by_rank_1)
+        named = {key: params[0][key] for key in NAMED}
+        answer = ranked.decode(prompt, {**named, "do_remote_prefill": True}, of_both)
+        of_other_rank = pair.consumer.metrics() - before
+        want_of_both = pair.plain(pair.producer, prompt)
     # A prompt of another rank is not in a rank's cache: what is right was read from the rank that had it.
     assert answers == want
     engines = [engine_of(one["remote_engine_id"]) for one in params]
@@ -50,3 +62,8 @@ def test_every_rank_of_a_data_parallel_engine_is_a_peer_of_its_own(
     assert params[1]["remote_port"] == params[0]["remote_port"] + 1
     assert counted.total("vllm:kvferry_loads_total") == RANKS
     assert counted.total("vllm:kvferry_local_recomputes_total") == 0
+    # The model is dense: vLLM tells each rank that it is alone.
+    assert params_of_both["transfer_mode"] == "push"
+    assert text_of(answer) == want_of_both
+    assert of_other_rank.total("vllm:kvferry_loads_total") == 1
+    assert of_other_rank.total("vllm:kvferry_local_recomputes_total") == 0

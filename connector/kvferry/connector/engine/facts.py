@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm import envs
@@ -14,9 +15,10 @@ from kvferry.connector.layout.sharding import Sharding, same_in_all_layers
 from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Interleave, Place, Topology
 from kvferry.protocol.handshake import ModelFacts
+from kvferry.protocol.hosts import host_is_loopback
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -108,14 +110,56 @@ def steps_alone(vllm_config: VllmConfig) -> bool:
     )
 
 
-def sibling_ports(vllm_config: VllmConfig) -> tuple[int, ...]:
-    """Side channels of this engine's other data-parallel ranks on this host."""
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """The other data-parallel ranks to which this engine's front end gives prompts.
+
+    Attributes:
+        ports: the side channels of those that are known to be on this host.
+        are_all: whether there are no others. Where there are, a consumer that knows one rank's address may ask in vain
+            for a prompt: it is on a rank that nobody has named.
+    """
+
+    ports: tuple[int, ...]
+    are_all: bool
+
+
+def siblings_of(vllm_config: VllmConfig) -> Siblings:
+    """The other data-parallel ranks of this engine."""
     parallel = vllm_config.parallel_config
     base_port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT
     own_rank = parallel.data_parallel_index
+    ranks, are_all = _ranks_here(parallel)
+    return Siblings(
+        ports=tuple(base_port + rank for rank in ranks if rank != own_rank),
+        are_all=are_all,
+    )
+
+
+def _ranks_here(parallel: ParallelConfig) -> tuple[range, bool]:
+    """The data-parallel ranks on this host, as far as they are known, and whether the front end has no others."""
+    own_rank = parallel.data_parallel_index
     first_rank = own_rank - (parallel.data_parallel_rank_local or 0)
-    ranks = range(first_rank, first_rank + parallel.data_parallel_size_local)
-    return tuple(base_port + rank for rank in ranks if rank != own_rank)
+    is_spread_by_ray = parallel.data_parallel_backend == "ray"
+    if parallel.data_parallel_size > 1 and not is_spread_by_ray:
+        num_here = parallel.data_parallel_size_local
+        has_front_end_here = (
+            parallel.data_parallel_hybrid_lb or parallel.data_parallel_external_lb
+        )
+        is_whole = num_here == parallel.data_parallel_size
+        are_all = (has_front_end_here or is_whole) and not parallel.enable_elastic_ep
+        return range(first_rank, first_rank + num_here), are_all
+    # vLLM tells each rank of a dense model that it is alone (`ParallelConfig.reconfigure_for_independent_dp_rank`),
+    # though one front end distributes prompts over all of them. This field alone still says how many there are.
+    num_ranks = parallel.elastic_ep_max_dp_size
+    if num_ranks == 1:
+        return range(own_rank, own_rank + 1), True
+    # Ranks on other hosts would not find the first one at its loopback address.
+    is_one_host = host_is_loopback(parallel.data_parallel_master_ip)
+    if is_one_host and not (is_spread_by_ray or parallel.data_parallel_hybrid_lb):
+        return range(num_ranks), True
+    # No more than these are certainly here. What listens on the next port may be another program.
+    return range(first_rank, own_rank + 1), False
 
 
 def lease_slots(config: FerryConfig, vllm_config: VllmConfig) -> int:

@@ -11,7 +11,7 @@ from kvferry.connector.engine.facts import (
     facts_of,
     lease_slots,
     num_workers,
-    sibling_ports,
+    siblings_of,
     steps_alone,
     uses_host_buffer,
     writes_states_late,
@@ -149,7 +149,8 @@ class SchedulerSide:
         self.queries = PromptQueries(
             self.requests, loop, recomputes=recomputes, spans=spans
         )
-        directory = PromptDirectory(sibling_ports(vllm_config), requests=table)
+        siblings = siblings_of(vllm_config)
+        directory = PromptDirectory(siblings.ports, requests=table)
         trusted = TrustedHosts(
             allowed,
             has_list=config.allowed_hosts is not None,
@@ -232,6 +233,7 @@ class SchedulerSide:
                 prefixes if self._answers_prefix_queries else None,
                 facts=facts_of(vllm_config, config),
                 config=config,
+                names_all_ranks=siblings.are_all,
                 secrets=secrets,
                 allowed=allowed,
             )

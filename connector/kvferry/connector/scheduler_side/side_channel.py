@@ -50,6 +50,8 @@ class SideChannel:
         directory, prefixes: what other engines query; None where no prefix of this engine may be read.
         facts: of this engine, for its description.
         allowed: hosts that this engine may connect to.
+        names_all_ranks: whether a consumer that asks this engine hears of every data-parallel rank that may have its
+            prompt.
 
     Attributes:
         local: this engine.
@@ -74,6 +76,7 @@ class SideChannel:
         config: FerryConfig,
         secrets: Secrets,
         allowed: AllowedHosts,
+        names_all_ranks: bool,
     ) -> None:
         self.local = context.local
         self.queries = queries
@@ -84,7 +87,7 @@ class SideChannel:
         self._workers: tuple[WorkerDescription, ...] = ()
         self._is_withdrawn = False
         self._description_file = config.description_file
-        self._streams = config.streaming == "auto"
+        self._may_announce = config.streaming == "auto"
         self._leases = context.leases
         self._loads = context.loads
         self._counters = context.counters
@@ -92,6 +95,13 @@ class SideChannel:
         self._prewarmer: PeerPrewarmer | None = None
         self._is_prewarming = False
         self._prewarmed: collections.deque[Prewarm] = collections.deque()
+        if self._may_announce and self.local.is_read_from and not names_all_ranks:
+            # A decoder would wait for its answer from the wrong ranks (`UNKNOWN_S`) with each such prompt.
+            self._may_announce = False
+            logger.warning(
+                "routers are not told to send both legs at once: not all data-parallel ranks of this engine's front "
+                "end are known to be on this host"
+            )
         try:
             if self.local.is_read_from:
                 self.listener = self._listen(secrets, directory, prefixes)
@@ -107,7 +117,7 @@ class SideChannel:
     @property
     def announces(self) -> bool:
         """True if routers may send both legs of a request at once: a consumer that can ask has shaken hands."""
-        if not self._streams or self.listener is None:
+        if not self._may_announce or self.listener is None:
             return False
         return self.listener.has_query_clients
 
