@@ -228,11 +228,18 @@ def test_zmq_without_curve_cannot_protect_the_side_channel(
     agree(found_by(check_versions, PLAIN), BROKEN, "cannot be imported")
 
 
-def make_files(root: Path, files: Mapping[str, str]) -> Machine:
+LINK = "link to "
+
+
+def make_files(root: Path, files: Mapping[str, str]) -> None:
+    """Files with this content, and links."""
     for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
-    return Machine(root=root)
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content.startswith(LINK):
+            path.symlink_to(content.removeprefix(LINK))
+        else:
+            path.write_text(content)
 
 
 def test_gpus_and_nics_are_found_in_sysfs_and_by_nvidia_smi(
@@ -266,43 +273,6 @@ def test_gpus_and_nics_are_found_in_sysfs_and_by_nvidia_smi(
     assert machine.gpus == ("GPU 1 (NVIDIA H100)", "GPU 2 (NVIDIA H200)")
 
 
-MISSING = "libfabric.so.1: cannot open shared object file: No such file or directory"
-
-
-@pytest.mark.parametrize(
-    ("driver", "errors", "mark", "said"),
-    [
-        ("mlx5_core", {"nixl_cu13": MISSING}, OK, "no EFA device"),
-        ("efa", {"nixl_cu13": MISSING}, BROKEN, MISSING),
-        ("efa", {}, BROKEN, "no build of NIXL has it"),
-        (
-            "efa",
-            {"nixl_cu12": MISSING, "nixl_cu13": ""},
-            LOOK,
-            '"backends": ["LIBFABRIC"]',
-        ),
-    ],
-)
-def test_with_an_efa_device_nixls_plugin_for_it_must_load(
-    driver: str,
-    errors: dict[str, str],
-    mark: str,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drivers = tmp_path / "sys/bus/pci/drivers" / driver
-    drivers.mkdir(parents=True)
-    device = tmp_path / "sys/class/infiniband/rdmap16s27/device"
-    device.mkdir(parents=True)
-    (device / "driver").symlink_to(drivers)
-    monkeypatch.setattr(
-        devices, "plugins", lambda: {name: Path(name) for name in errors}
-    )
-    monkeypatch.setattr(devices, "load_error", lambda plugin, _: errors[plugin.name])
-    agree(found_by(check_efa, Machine(root=tmp_path)), mark, said)
-
-
 def test_the_plugin_of_the_installed_nixl_is_found_and_the_loaders_error_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,93 +295,19 @@ def test_the_plugin_of_the_installed_nixl_is_found_and_the_loaders_error_read(
     )
 
 
-MIB = 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("total", "free", "mark"),
-    [
-        (0, 0, BROKEN),
-        (64 * MIB, 64 * MIB, BROKEN),
-        (64 << 30, 10 * MIB, BROKEN),
-        (64 << 30, 512 * MIB, LOOK),
-        (8 << 30, 8 << 30, OK),
-    ],
-)
-def test_shared_memory_must_be_large_enough_and_dockers_default_is_not(
-    total: int, free: int, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if total:
-        (tmp_path / "dev/shm").mkdir(parents=True)
-        size = SimpleNamespace(
-            f_frsize=4096, f_blocks=total // 4096, f_bavail=free // 4096
-        )
-        monkeypatch.setattr(os, "statvfs", lambda _: size)
-    agree(found_by(host.check_shared_memory, Machine(root=tmp_path)), mark, "")
-
-
-@pytest.mark.parametrize(
-    ("namespace", "mark", "said"),
-    [
-        (host.FIRST_PID_NAMESPACE, OK, "processes of one user can"),
-        ("pid:[7]", LOOK, "pid:[7]"),
-    ],
-)
-def test_caches_are_mapped_by_containers_of_one_pid_namespace(
-    namespace: str, mark: str, said: str, tmp_path: Path
-) -> None:
-    own = tmp_path / "proc/self/ns/pid"
-    own.parent.mkdir(parents=True)
-    own.symlink_to(namespace)
-    agree(found_by(host.check_mapped_reads, Machine(root=tmp_path)), mark, said)
-
-
-HOST_IPC = host.FIRST_IPC_NAMESPACE
-EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-
-
-@pytest.mark.parametrize(
-    ("namespace", "settings", "packages", "gpu", "said"),
-    [
-        (HOST_IPC, "", ["13"], "H100", "tried on one (mapped_reads: cuda_"),
-        (HOST_IPC, "", [], "H100", "lack the Python package cuda-bind"),
-        ("ipc:[7]", "", ["13"], "H100", "--ipc=host"),
-        (HOST_IPC, "", ["13"], "H100 MIG 1g.10gb", "not divided (MIG)"),
-        (HOST_IPC, EXPANDABLE, ["13"], "H100", "exported (PYTORCH_CUDA_ALLOC_CONF)"),
-    ],
-)
-def test_why_caches_on_a_gpu_are_not_mapped_is_said(
-    namespace: str,
-    settings: str,
-    packages: list[str],
-    gpu: str,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    namespaces = tmp_path / "proc/self/ns"
-    namespaces.mkdir(parents=True)
-    (namespaces / "pid").symlink_to(host.FIRST_PID_NAMESPACE)
-    (namespaces / "ipc").symlink_to(namespace)
-    monkeypatch.setattr("importlib.metadata.distributions", lambda name: packages)
-    machine = Machine(root=tmp_path, gpus=(gpu,))
-    first, *_ = found_by(host.check_mapped_reads, machine, settings)
-    assert (first.mark, said in first.found) == (OK, True), first
-
-
 def test_memory_that_cannot_be_mapped_and_loads_without_order_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for denied, said in (
-        ("pidfd_open", "cannot be mapped (PermissionError: process"),
-        ("memfd_create", "no memory file can be made: "),
-    ):
-        with monkeypatch.context() as patch:
-            deny = f"import os\ndef deny(pid): raise PermissionError(f'process {{pid}}')\nos.{denied} = deny\n"
-            patch.setattr(host, "_MAP", f"{deny}{host._MAP}")
-            if denied == "memfd_create":
-                patch.setattr(os, denied, lambda _: os.open("/nowhere", os.O_RDONLY))
-            agree(found_by(host.check_mapped_reads, Machine()), LOOK, said)
+    def forbidden(name: str) -> int:
+        raise PermissionError(name)
+
+    denied = f"import os\ndel os.pidfd_open\n{host._MAP}"
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "_MAP", denied)
+        agree(found_by(host.check_mapped_reads, Machine()), LOOK, "'pidfd_open'")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", forbidden)
+        agree(found_by(host.check_mapped_reads, Machine()), LOOK, "no memory file can")
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     agree(found_by(host.check_mapped_reads, Machine()), OK, "not on aarch64")
 
@@ -423,6 +319,9 @@ def quota(own: str, of_parent: str = "max 1") -> dict[str, str]:
         "sys/fs/cgroup/a/b/cpu.max": f"{own}\n",
         "sys/fs/cgroup/a/cpu.max": f"{of_parent}\n",
     }
+
+
+NAMESPACES = "proc/self/ns"
 
 
 def old_quota(microseconds: int) -> dict[str, str]:
@@ -439,6 +338,16 @@ def with_capabilities(shown: str) -> dict[str, str]:
     return {"proc/self/status": f"Name: x\nCapEff:\t{shown}\n"}
 
 
+def namespaces(pid: str, ipc: str = host.FIRST_IPC_NAMESPACE) -> dict[str, str]:
+    return {f"{NAMESPACES}/pid": LINK + pid, f"{NAMESPACES}/ipc": LINK + ipc}
+
+
+def rdma_device(driver: str) -> dict[str, str]:
+    device = "sys/class/infiniband/rdmap16s27/device"
+    drivers = f"{LINK}../../../../../drivers/{driver}"
+    return {f"drivers/{driver}/module": "", f"{device}/driver": drivers}
+
+
 @dataclass(frozen=True)
 class Case:
     """A machine, and the worst of what a check finds there.
@@ -446,6 +355,9 @@ class Case:
     Attributes:
         files: below its root.
         limits: soft and hard, of what the check asks for.
+        shm: bytes of its /dev/shm, all and free.
+        plugins: NIXL's for EFA: the loader's error, by build.
+        packages: what is found of cuda-bindings.
     """
 
     check: Check
@@ -455,6 +367,9 @@ class Case:
     settings: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
     limits: tuple[int, int] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    shm: tuple[int, int] = (0, 0)
+    plugins: Mapping[str, str] = field(default_factory=dict)
+    packages: tuple[str, ...] = ("13",)
 
 
 DEVICES = check_devices
@@ -462,10 +377,15 @@ LOCKED = host.check_locked_memory
 FILES = host.check_files
 CORES = host.check_processors
 PAGES = host.check_huge_pages
+SHM = host.check_shared_memory
+MAPPED = host.check_mapped_reads
 NIXL = check_telemetry
 WITH_NIC = dataclasses.replace(GPU, ports=(UP,))
+MIG = dataclasses.replace(PLAIN, gpus=("H100 MIG 1g.10gb",))
 TELEMETRY = "NIXL_TELEMETRY_ENABLE=y NIXL_TELEMETRY_EXPORTER=prometheus"
 NO_PORT = f"{TELEMETRY} NIXL_TELEMETRY_PROMETHEUS_PORT=here"
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+MIB = 1 << 20
 LITTLE = (8 * MIB, resource.RLIM_INFINITY)
 # CAP_IPC_LOCK is bit 14; a80425fb is Docker's default, without it.
 LOCKS = with_capabilities("4000")
@@ -474,6 +394,12 @@ FOUR = quota("400000 100000")
 HUGE = "THP_MEM_ALLOC_ENABLE=1"
 MODES = "sys/kernel/mm/transparent_hugepage/enabled"
 ASKED = {MODES: "always [madvise] never\n"}
+ROOM = {"dev/shm/queue": ""}
+FIRST_PID = host.FIRST_PID_NAMESPACE
+HOST = namespaces(FIRST_PID)
+EFA = rdma_device("efa")
+NO_LIBRARY = "libfabric.so.1: cannot open shared object file"
+ONE_OF_TWO = {"nixl_cu12": NO_LIBRARY, "nixl_cu13": ""}
 CASES = [
     Case(DEVICES, OK),
     Case(DEVICES, LOOK, "none found", GPU),
@@ -490,6 +416,24 @@ CASES = [
     Case(FILES, LOOK, "room for 22 peer workers", limits=(300, 4096)),
     Case(FILES, BROKEN, "→ ulimit -n 4096;", limits=(256, 4096)),
     Case(FILES, BROKEN, "→ raise the hard limit as root;", limits=(256, 256)),
+    # Docker's default is 64 MiB.
+    Case(SHM, BROKEN, "is not there"),
+    Case(SHM, BROKEN, "--shm-size", files=ROOM, shm=(64 * MIB, 64 * MIB)),
+    Case(SHM, BROKEN, "too little", files=ROOM, shm=(64 << 30, 10 * MIB)),
+    Case(SHM, LOOK, "has 512 MiB of 64 GiB", files=ROOM, shm=(64 << 30, 512 * MIB)),
+    Case(SHM, OK, files=ROOM, shm=(8 << 30, 8 << 30)),
+    # Containers can map each other's caches in one PID namespace; why those on a GPU are not mapped.
+    Case(MAPPED, OK, "processes of one user can", files=HOST),
+    Case(MAPPED, LOOK, "pid:[7]", files=namespaces("pid:[7]")),
+    Case(MAPPED, OK, "tried on one (mapped_reads: cuda_", GPU, files=HOST),
+    Case(MAPPED, OK, "the Python package cuda-bind", GPU, files=HOST, packages=()),
+    Case(MAPPED, OK, "--ipc=host", GPU, files=namespaces(FIRST_PID, "ipc:[7]")),
+    Case(MAPPED, OK, "not divided (MIG)", MIG, files=HOST),
+    Case(MAPPED, OK, "exported (PYTORCH_CUDA_ALLOC_CONF)", GPU, EXPANDABLE, HOST),
+    Case(check_efa, OK, "no EFA device", files=rdma_device("mlx5_core")),
+    Case(check_efa, BROKEN, NO_LIBRARY, files=EFA, plugins={"nixl_cu13": NO_LIBRARY}),
+    Case(check_efa, BROKEN, "no build of NIXL has it", files=EFA),
+    Case(check_efa, LOOK, '"backends": ["LIBFABRIC"]', files=EFA, plugins=ONE_OF_TWO),
     # The smallest quota of a cgroup and its parents counts.
     Case(CORES, OK, "no quota"),
     Case(CORES, OK, "no quota", files={"proc/self/cgroup": "0::/a/b\n"}),
@@ -523,6 +467,13 @@ def test_a_machine_is_judged_by_what_it_has_and_what_would_run_on_it(
     make_files(tmp_path, case.files)
     monkeypatch.setattr(resource, "getrlimit", lambda _: case.limits)
     monkeypatch.setattr(channel, "try_port", lambda address, port: "")
+    size, free = (num_bytes // 4096 for num_bytes in case.shm)
+    shm = SimpleNamespace(f_frsize=4096, f_blocks=size, f_bavail=free)
+    monkeypatch.setattr(os, "statvfs", lambda _: shm)
+    paths = {build: Path(build) for build in case.plugins}
+    monkeypatch.setattr(devices, "plugins", lambda: paths)
+    monkeypatch.setattr(devices, "load_error", lambda path, _: case.plugins[path.name])
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: case.packages)
     machine = dataclasses.replace(case.on, root=tmp_path)
     agree(found_by(case.check, machine, case.settings), case.mark, case.said)
 

@@ -73,16 +73,25 @@ def this_machine(
     environ: Mapping[str, str], ranks: int, timeout_s: float, root: Path = Path("/")
 ) -> Machine:
     """Find the devices; what cannot be read is missing."""
-    gpus = {address: address for address in _gpu_addresses(root)}
+    gpus: dict[str, str] = {}
+    for device in _found(root, "sys/bus/pci/devices/*"):
+        is_nvidia = _text(device / "vendor") == _NVIDIA
+        if is_nvidia and _DISPLAY.fullmatch(_text(device / "class")):
+            gpus[device.name] = device.name
     # Also those that only nvidia-smi knows: a sandbox may hide their PCI bus.
     gpus |= _names_of_gpus()
+    ports: list[Port] = []
+    for port in _found(root, "sys/class/infiniband/*/ports/*"):
+        name = f"{port.parents[1].name}:{port.name}"
+        state = _text(port / "state").partition(":")[2].strip()
+        ports.append(Port(name, state, _text(port / "rate")))
     return Machine(
         environ=environ,
         ranks=ranks,
         timeout_s=timeout_s,
         gpus=tuple(gpus.values()),
-        ports=tuple(_ports(root)),
-        interfaces=tuple(folder.name for folder in _inside(root / "sys/class/net")),
+        ports=tuple(ports),
+        interfaces=tuple(folder.name for folder in _found(root, "sys/class/net/*")),
         peer_memory=(root / "sys/module/nvidia_peermem").exists(),
         root=root,
     )
@@ -142,10 +151,10 @@ def check_efa(machine: Machine) -> Iterator[Finding]:
 
 def efa_devices(machine: Machine) -> list[str]:
     """RDMA devices that the driver `efa` runs."""
-    drivers = machine.root.glob("sys/class/infiniband/*/device/driver")
-    return sorted(
+    drivers = _found(machine.root, "sys/class/infiniband/*/device/driver")
+    return [
         driver.parents[1].name for driver in drivers if driver.resolve().name == "efa"
-    )
+    ]
 
 
 def plugins() -> dict[str, Path]:
@@ -189,21 +198,6 @@ def error_of(code: str, *arguments: str, environ: Mapping[str, str]) -> str:
     return lines[-1].removeprefix("OSError: ")
 
 
-def _gpu_addresses(root: Path) -> Iterator[str]:
-    """PCI addresses."""
-    for folder in _inside(root / "sys/bus/pci/devices"):
-        is_nvidia = _text(folder / "vendor") == _NVIDIA
-        if is_nvidia and _DISPLAY.fullmatch(_text(folder / "class")):
-            yield folder.name
-
-
-def _ports(root: Path) -> Iterator[Port]:
-    for device in _inside(root / "sys/class/infiniband"):
-        for port in _inside(device / "ports"):
-            state = _text(port / "state").partition(":")[2].strip()
-            yield Port(f"{device.name}:{port.name}", state, _text(port / "rate"))
-
-
 def _names_of_gpus() -> dict[str, str]:
     """PCI address → `GPU 0 (NVIDIA H100 …)`. Empty if there is no `nvidia-smi`, or it hangs."""
     command = [
@@ -233,11 +227,8 @@ def _names_of_gpus() -> dict[str, str]:
     return names
 
 
-def _inside(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
+def _found(root: Path, pattern: str) -> list[Path]:
+    return sorted(root.glob(pattern))
 
 
 def _text(path: Path) -> str:

@@ -6,6 +6,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,20 +200,12 @@ def check_processors(machine: Machine) -> Iterator[Finding]:
 
 def _quotas(machine: Machine) -> Iterator[float]:
     """CPU quotas, in cores, of this process's cgroup and its parents, of either cgroup version."""
-    mounts = Path("sys/fs/cgroup")
     for line in machine.text("proc/self/cgroup").splitlines():
-        hierarchy, controllers, path = line.split(":", 2)
-        # Hierarchy 0 is that of version 2; in version 1 the controllers have mounts of their own.
-        if hierarchy == "0":
-            mount = mounts
-        elif "cpu" in controllers.split(","):
-            mount = mounts / controllers
-        else:
-            continue
-        own_group = mount / path.lstrip("/")
+        # In version 1 the controllers have mounts of their own; version 2 names none.
+        _, controllers, path = line.split(":", 2)
+        own_group = Path("sys/fs/cgroup", controllers, path.lstrip("/"))
         for group in (own_group, *own_group.parents):
-            if group == mount or mount in group.parents:
-                yield from _quota(machine, group)
+            yield from _quota(machine, group)
 
 
 def _quota(machine: Machine, group: Path) -> Iterator[float]:
@@ -252,8 +245,6 @@ def check_huge_pages(machine: Machine) -> Iterator[Finding]:
 
 def _has_capability(machine: Machine, capability: int) -> bool:
     """Whether this process has a capability of the kernel, by its number."""
-    for line in machine.text("proc/self/status").splitlines():
-        if line.startswith("CapEff:"):
-            effective = int(line.split()[1], 16)
-            return bool(effective >> capability & 1)
-    return False
+    status = machine.text("proc/self/status")
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return effective is not None and bool(int(effective[1], 16) >> capability & 1)
