@@ -175,6 +175,27 @@ def test_a_pause_is_complete_when_no_lease_is_held_any_more_and_then_caches_can_
     assert not core.has_work(), "it is idle again"
 
 
+def test_a_pause_that_keeps_requests_ends_with_the_lease_of_one_that_still_answers(
+    make: Any, make_core: Any
+) -> None:
+    """Its blocks are held since its prompt is complete, and its request cannot end before the engine goes on."""
+    node = make("kv_producer", extra={"kv_lease_duration": LEASE_S})
+    node.engine.add("p", tokens(100), {"do_remote_decode": True}, max_tokens=4)
+    leases = side_of(node).leases
+    node.until(lambda: bool(leases.leases(LeaseState.HELD)))
+    core = make_core(node.engine.scheduler)
+    core._finish_pause = lambda clear_cache: None
+    done = core.pause_scheduler("keep", clear_cache=False)
+    node.until(lambda: not core.has_work())
+    core._notify_idle_state_callbacks()
+    assert done.result(timeout=0) is None
+    core.resume_scheduler()
+    assert len(node.answer("p").tokens) == 4
+    node.until(lambda: node.engine.is_whole)
+    node.step()
+    assert node.engine.counted("leases_released", "expired") == 1
+
+
 def test_a_pause_ends_prefixes_that_others_read_at_once(
     make: Any, make_core: Any
 ) -> None:

@@ -115,7 +115,7 @@ class LeaseState(TableEnum):
     """The request runs; the slot is COMPUTING in every worker's lease table."""
     HELD = "held"
     """Its blocks are complete, or will be when the next step ends, and are kept; the deadline counts once the request
-    has ended, or is preempted."""
+    has ended, is preempted, or is kept by a pause."""
     ENDING = "ending"
     """Reads are not allowed any more; the workers clear their slots and report."""
 
@@ -193,7 +193,7 @@ class ProducerLease:
             restarted.
         is_running: whether its request has not ended.
         held_s: when it was held and the request had ended, on the ledger's clock; until then when it was held.
-        deadline_s: on the same clock; infinite until the request has ended, or is preempted.
+        deadline_s: on the same clock; infinite until the request has ended, is preempted, or is kept by a pause.
         claimed_until_s: on the same clock; until then a consumer waits for it, since it has renewed the lease.
         block_ids: the request's blocks, each once, on which the lease has a reference; () until HELD.
         acks: workers that have acknowledged its end.

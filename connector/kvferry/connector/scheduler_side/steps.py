@@ -151,6 +151,7 @@ class Steps:
         self._workers = frozenset(range(num_workers))
         self.unreported: set[int] = set()
         self._may_sleep = False
+        self._is_pausing = False
         self._stepped_s = time.monotonic()
         self._wait_until_s: float | None = None
         self._waking_until_s = 0.0  # on the leases' clock
@@ -189,6 +190,7 @@ class Steps:
         if self.loop.is_paused:
             # As with requests. The calls that follow a pause (emptying caches, loading weights) must find no held
             # block.
+            self._is_pausing = True
             return StepReason.PAUSE
         if self._has_rested_long():
             # vLLM does not ask while its loop sleeps. So it was woken: by `poll`, or by a call to empty the prefix
@@ -210,6 +212,11 @@ class Steps:
             self._waking_until_s = (
                 self._leases.clock.awake_s + self._leases.clock.heartbeat_s
             )
+        if self._is_pausing:
+            # A pause may keep requests as they are. One whose prompt is complete would hold its lease until it ends,
+            # which it cannot: the pause would never be complete.
+            self._is_pausing = False
+            self._leases.start_deadlines()
         if self.loop.is_ending:
             self.drain.step()
         return bool(self.unreported)

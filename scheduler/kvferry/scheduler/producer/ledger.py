@@ -263,6 +263,12 @@ class ProducerLedger:
         if lease.state is LeaseState.HELD:
             self._deadlines.start(lease, self.clock.awake_s)
 
+    def start_deadlines(self) -> None:
+        """No request goes on for now: those that hold leases may end late. Leases whose deadline counts are left."""
+        for lease in self.block_references.held.values():
+            if math.isinf(lease.deadline_s):
+                self.start_deadline(lease)
+
     def abandon(self, request_id: str, how: str = "abandoned") -> None:
         """The request was aborted, has failed or must not be read: its blocks are not kept. No-op without a lease."""
         lease = self.get(request_id)
