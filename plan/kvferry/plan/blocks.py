@@ -196,7 +196,7 @@ def pair_units(
     if tokens.is_state:
         return _pair_states(tokens, field, local_ids, remote_ids, request)
 
-    local_slots, remote_slots = _wanted_slots(
+    local_slots, remote_slots = wanted_slots(
         tokens, request.first_token, request.stop_token
     )
     local_index, local_inside = np.divmod(local_slots, local_group.block_tokens)
@@ -304,7 +304,7 @@ def slots_before(share: Interleave, token: int) -> int:
     return whole_rounds * share.run_tokens + min(rest_after_run_start, share.run_tokens)
 
 
-def _wanted_slots(
+def wanted_slots(
     tokens: TokenMap, first: int, stop: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """First local and first remote slot of every unit that holds wanted tokens, ascending."""

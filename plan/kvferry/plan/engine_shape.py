@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.plan.wording import counted
-from kvferry.protocol.geometry import Topology
+from kvferry.protocol.geometry import PagedTensor, Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
 
 
@@ -35,18 +36,11 @@ class EngineShape:
             for tensor in worker.tensors
             if len(tensor.heads)
         ]
-        attention = [
-            tensor
-            for tensor in tensors
-            if engine.groups[tensor.group].policy != "state"
-        ]
-        # A convolution's heads are its channels, thousands of them: they are no heads to a reader.
-        states = [tensor for tensor in tensors if not tensor.kind.startswith("conv")]
-        counted_tensors = attention or states or tensors
+        shown = shown_tensors(engine, tensors)
         return cls(
             topology=engine.topology,
             layers=len(layer_order(engine)),
-            heads=max((tensor.heads.stop for tensor in counted_tensors), default=0),
+            heads=max((tensor.heads.stop for tensor in shown), default=0),
             dtypes=tuple(sorted({tensor.format.dtype for tensor in tensors})),
             groups=engine.groups,
         )
@@ -56,6 +50,18 @@ class EngineShape:
         groups = "; ".join(map(format_group, self.groups))
         counts = f"{counted(self.layers, 'layer')} · {counted(self.heads, 'head')}"
         return f"{format_topology(self.topology)} · {counts} · {'/'.join(self.dtypes)} · {groups}"
+
+
+def shown_tensors(
+    engine: EngineDescription, tensors: Sequence[PagedTensor]
+) -> Sequence[PagedTensor]:
+    """Those of the tensors by which heads are counted: of attention, else of states."""
+    attention = [
+        tensor for tensor in tensors if engine.groups[tensor.group].policy != "state"
+    ]
+    # A convolution's heads are its channels, thousands of them: they are no heads to a reader.
+    states = [tensor for tensor in tensors if not tensor.kind.startswith("conv")]
+    return attention or states or tensors
 
 
 def format_topology(topology: Topology) -> str:

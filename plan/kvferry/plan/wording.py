@@ -36,7 +36,7 @@ def format_places(places: Iterable[Place]) -> str:
     for tps, stages_by_pcp in stages_by_ranks.items():
         for pcp, stages in stages_by_pcp.items():
             ends = _ends(sorted(stages), pcp)
-            parts += [f"tp{ranks}{end}" for ranks in _formatted(tps) for end in ends]
+            parts += [f"tp{ranks}{end}" for ranks in format_runs(tps) for end in ends]
     if len(parts) <= _MAX_PARTS:
         return ", ".join(parts)
     first = min(place.tp for place in distinct)
@@ -48,7 +48,7 @@ def _ends(stages: Sequence[int], pcp: int) -> list[str]:
     """The ends of the names of places in these pipeline stages: `/pp0…1/pcp2`; rank 0 alone is not named."""
     ends = [""]
     if any(stages):
-        ends = [f"/pp{pp}" for pp in _formatted(stages)]
+        ends = [f"/pp{pp}" for pp in format_runs(stages)]
     if pcp:
         ends = [f"{end}/pcp{pcp}" for end in ends]
     return ends
@@ -56,19 +56,20 @@ def _ends(stages: Sequence[int], pcp: int) -> list[str]:
 
 def format_numbers(numbers: Sequence[int]) -> str:
     """Ascending numbers, bounded in length: `0…7`, `0…56 by 8`, `1, 4…6`, `30 of 1…63`."""
-    parts = _formatted(numbers)
+    parts = format_runs(numbers)
     if len(parts) <= _MAX_PARTS:
         return ", ".join(parts)
     return f"{len(numbers)} of {numbers[0]}…{numbers[-1]}"
 
 
-def progressions(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Ascending numbers as (first, last, step): single ones, ranges, and three or more with a step above 1."""
-    found: list[tuple[int, int, int]] = []
+def format_runs(numbers: Sequence[int]) -> list[str]:
+    """Ascending numbers: single ones, ranges, and three or more with a step above 1; `1`, `4…6`, `8…56 by 8`."""
+    found: list[str] = []
     start = 0
     while start < len(numbers):
         count, step = _progression(numbers, start)
-        found.append((numbers[start], numbers[start + count - 1], step))
+        last = numbers[start + count - 1]
+        found.append(_format_progression(numbers[start], last, step))
         start += count
     return found
 
@@ -88,13 +89,6 @@ def _progression(numbers: Sequence[int], start: int) -> tuple[int, int]:
     if count == 2 and step > 1:
         return 1, 1
     return count, step
-
-
-def _formatted(numbers: Sequence[int]) -> list[str]:
-    return [
-        _format_progression(first, last, step)
-        for first, last, step in progressions(numbers)
-    ]
 
 
 def _format_progression(first: int, last: int, step: int) -> str:

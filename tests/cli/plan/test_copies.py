@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,8 @@ PAIR = (f"{MODEL},tp=2,layout=NHD", f"{MODEL},block=32")
 def written(folder: Path, **changes: object) -> str:
     path = folder / "request.json"
     plain = {**REQUEST, **changes}
-    path.write_text(
-        json.dumps({key: value for key, value in plain.items() if value is not ...})
-    )
+    kept = {key: value for key, value in plain.items() if value != "..."}
+    path.write_text(json.dumps(kept))
     return str(path)
 
 
@@ -57,9 +57,8 @@ def test_all_copies_together_move_every_entry_of_every_token_to_its_place(
     tmp_path: Path, pool: str
 ) -> None:
     """The oracle walks over layers, heads and tokens and knows only the address formula."""
-    ran = run(
-        "plan", *PAIR, "--copies", written(tmp_path), "--staging-pool-bytes", pool
-    )
+    pool_bytes = ("--staging-pool-bytes", pool)
+    ran = run("plan", *PAIR, "--copies", written(tmp_path), *pool_bytes)
     lines = [json.loads(line) for line in ran.out.splitlines()]
     assert {line["via"] for line in lines} == {"direct" if pool == "0" else "staged"}
     source_of: dict[int, tuple[int, int]] = {}
@@ -68,21 +67,19 @@ def test_all_copies_together_move_every_entry_of_every_token_to_its_place(
             assert line["dst"] + byte not in source_of, "written twice"
             source_of[line["dst"] + byte] = (line["producer"]["tp"], line["src"] + byte)
     producer, consumer = read_pair(*PAIR)
+    # By tensor and head the rank that has it, and the tensor there.
+    held = {}
+    for worker in producer.workers:
+        for remote in worker.tensors:
+            for head in range(remote.heads.start, remote.heads.stop):
+                held[remote.name, head] = (worker.place.tp, remote)
     for local in consumer.workers[0].tensors:
-        for head in range(4):
-            (rank,) = [
-                w.place.tp
-                for w in producer.workers
-                if w.tensors[0].heads.start <= head < w.tensors[0].heads.stop
-            ]
-            (remote,) = [
-                one for one in producer.workers[rank].tensors if one.name == local.name
-            ]
-            for token in range(40):
-                dst = address(local, (2, 7)[token // 32], head, token % 32)
-                src = address(remote, (5, 3, 6)[token // 16], head, token % 16)
-                for byte in range(local.cell_bytes):
-                    assert source_of[dst + byte] == (rank, src + byte)
+        for head, token in itertools.product(range(4), range(40)):
+            rank, remote = held[local.name, head]
+            dst = address(local, (2, 7)[token // 32], head, token % 32)
+            src = address(remote, (5, 3, 6)[token // 16], head, token % 16)
+            for byte in range(local.cell_bytes):
+                assert source_of[dst + byte] == (rank, src + byte)
 
 
 def test_only_the_tokens_that_are_asked_for_are_copied(tmp_path: Path) -> None:
@@ -93,23 +90,18 @@ def test_only_the_tokens_that_are_asked_for_are_copied(tmp_path: Path) -> None:
     _, consumer = read_pair(*PAIR)
     first = consumer.workers[0].tensors[0]
     block = first.base + 2 * first.block_stride
-    inside = [
-        line["dst"] - block
-        for line in part
-        if block <= line["dst"] < block + first.block_stride
-    ]
+    offsets = [line["dst"] - block for line in part]
+    inside = [offset for offset in offsets if 0 <= offset < first.block_stride]
     assert inside
-    assert all(
-        offset % first.head_stride >= 16 * first.tile_stride for offset in inside
-    )
+    wanted = 16 * first.tile_stride
+    assert all(offset % first.head_stride >= wanted for offset in inside)
 
 
 def test_converted_copies_name_the_conversion_and_count_the_written_bytes(
     tmp_path: Path,
 ) -> None:
-    lines = lines_of(
-        tmp_path, MODEL, f"{MODEL},dtype=float32", local_block_ids=[[2, 7, 1]]
-    )
+    pair = (MODEL, f"{MODEL},dtype=float32")
+    lines = lines_of(tmp_path, *pair, local_block_ids=[[2, 7, 1]])
     assert {line["convert"] for line in lines} == {"bfloat16 becomes float32"}
     assert {line["via"] for line in lines} == {"staged"}
     assert sum(line["bytes"] for line in lines) == 2 * 2 * 4 * 4 * 4 * 48
@@ -134,52 +126,37 @@ def test_json_and_copies_cannot_share_one_output(tmp_path: Path) -> None:
     )
 
 
-WRONG: list[tuple[dict[str, object], str]] = [
-    ({"num_tokens": ...}, "num_tokens is missing"),
-    ({"num_tokens": 0}, "num_tokens is 0; expected `int` >= 1"),
-    ({"num_tokens": "40"}, "num_tokens is '40'; expected `int`"),
-    ({"num_tokens": 49}, "remote_block_ids[0] is"),
-    (
-        {"num_tokens": 20},
-        "remote_block_ids[0] is '3 blocks'; expected at most 2 blocks for 20 tokens",
-    ),
-    (
-        {"remote_block_ids": [[5, 3]]},
-        "remote_block_ids[0] is '2 blocks'; expected blocks for all tokens from 0 to 40",
-    ),
-    (
-        {"remote_block_ids": [[5, 3, 8]]},
-        "remote_block_ids[0] is 8; expected block ids up to 7",
-    ),
-    (
-        {"local_block_ids": [[2, 8]]},
-        "local_block_ids[0] is 8; expected block ids up to 7",
-    ),
-    (
-        {"local_block_ids": [[2]]},
-        "is 'tokens up to 40'; expected no more than 1 local blocks",
-    ),
-    (
-        {"remote_block_ids": [[5, 3, 6], []]},
-        "remote_block_ids is '2 lists'; expected one per cache group: 1",
-    ),
-    ({"local_block_ids": []}, "local_block_ids is []; expected `array` of length >= 1"),
-    ({"local_block_ids": [[-1, 2]]}, "local_block_ids[0][0] is -1"),
-    ({"remote_block_ids": [[5, 3, 1.5]]}, "remote_block_ids[0][2] is 1.5"),
-    ({"first_token": 40}, "first_token is 40; expected below 40"),
-    ({"first_token": -1}, "first_token is -1"),
-    ({"stop_token": 41}, "stop_token is 41; expected at most num_tokens=40"),
-    ({"first_tokens": 3}, "first_tokens is unknown; did you mean first_token? one of"),
-]
+# What differs from REQUEST, and the error.
+WRONG = """
+{"num_tokens": "..."}                   | num_tokens is missing
+{"num_tokens": 0}                       | num_tokens is 0; expected `int` >= 1
+{"num_tokens": "40"}                    | num_tokens is '40'; expected `int`
+{"num_tokens": 49}                      | remote_block_ids[0] is
+{"num_tokens": 20}                      | remote_block_ids[0] is '3 blocks'; expected at most 2 blocks for 20 tokens
+{"remote_block_ids": [[5, 3]]}          | [0] is '2 blocks'; expected blocks for all tokens from 0 to 40
+{"remote_block_ids": [[5, 3, 8]]}       | remote_block_ids[0] is 8; expected block ids up to 7
+{"local_block_ids": [[2, 8]]}           | local_block_ids[0] is 8; expected block ids up to 7
+{"local_block_ids": [[2]]}              | is 'tokens up to 40'; expected no more than 1 local blocks
+{"remote_block_ids": [[5, 3, 6], []]}   | remote_block_ids is '2 lists'; expected one per cache group: 1
+{"local_block_ids": []}                 | local_block_ids is []; expected `array` of length >= 1
+{"local_block_ids": [[-1, 2]]}          | local_block_ids[0][0] is -1
+{"remote_block_ids": [[5, 3, 1.5]]}     | remote_block_ids[0][2] is 1.5
+{"first_token": 40}                     | first_token is 40; expected below 40
+{"first_token": -1}                     | first_token is -1
+{"stop_token": 41}                      | stop_token is 41; expected at most num_tokens=40
+{"first_tokens": 3}                     | first_tokens is unknown; did you mean first_token? one of
+"""
 
 
-@pytest.mark.parametrize(("changes", "said"), WRONG, ids=range(len(WRONG)))
+@pytest.mark.parametrize("line", WRONG.strip().splitlines())
 def test_a_request_that_is_wrong_is_one_line_on_standard_error(
-    tmp_path: Path, changes: dict[str, object], said: str
+    tmp_path: Path, line: str
 ) -> None:
-    line = refused("plan", *PAIR, "--copies", written(tmp_path, **changes))
+    changes, said = line.split(" | ")
+    path = written(tmp_path, **json.loads(changes))
+    line = refused("plan", *PAIR, "--copies", path)
     assert line.startswith("kvferry plan: request: ")
-    assert said in line
+    assert said.strip() in line
 
 
 IDS = st.lists(st.lists(st.integers(-1, 9), max_size=4), max_size=2)
@@ -195,11 +172,7 @@ PLAIN = st.fixed_dictionaries(
 )
 
 
-@given(
-    st.one_of(
-        st.binary(max_size=40), PLAIN.map(lambda plain: json.dumps(plain).encode())
-    )
-)
+@given(st.binary(max_size=40) | PLAIN.map(lambda plain: json.dumps(plain).encode()))
 @settings(max_examples=draws(200))
 def test_no_request_raises_anything_but_its_own_error(text: bytes) -> None:
     try:

@@ -14,6 +14,7 @@ from kvferry.cli.plan.command import (
     POOL_BYTES_VRAM,
     longest_staged_run,
 )
+from kvferry.cli.plan.short_form import KEYS
 from kvferry.cli.plan.summary import Link, PlanSummary, summarise
 from kvferry.plan.blocks import RequestBlocks, pair_request
 from kvferry.plan.copies import route_copies
@@ -28,6 +29,7 @@ from tests.cli.plan.forms import read_pair, short_forms
 from tests.draws import draws
 
 NHD = "layers=2,heads=4,dim=16,layout=NHD"
+DENSE_OF_NHD = "layers=2,heads=4,dim=16,layout=HND"
 
 
 def summary_of(*arguments: str) -> PlanSummary:
@@ -37,12 +39,8 @@ def summary_of(*arguments: str) -> PlanSummary:
 
 
 def placings(summary: PlanSummary) -> set[str]:
-    return {
-        read.placing
-        for worker in summary.workers
-        for flow in worker.flows
-        for read in flow.reads
-    }
+    flows = [flow for worker in summary.workers for flow in worker.flows]
+    return {read.placing for flow in flows for read in flow.reads}
 
 
 def costs_of(consumer: EngineDescription) -> Costs:
@@ -56,14 +54,11 @@ def request_for(
     """Blocks 1, 2, 3, … of a prompt, without those outside its windows."""
     lists = []
     for engine in (consumer, producer):
-        ranks = (
-            engine.workers[0].tensors[0].interleave.ranks
-            if engine.workers[0].tensors
-            else 1
-        )
+        tensors = engine.workers[0].tensors
+        ranks = max((tensor.interleave.ranks for tensor in tensors), default=1)
         of_engine = []
         for group in engine.groups:
-            span = group.block_tokens * (ranks if group.policy != "state" else 1)
+            span = group.block_tokens * ranks
             ids = list(range(1, math.ceil(tokens / span) + 1))
             if group.policy == "window" and engine is consumer:
                 gone = max(0, tokens - group.window_tokens + 1) // span
@@ -79,31 +74,19 @@ def request_for(
     )
 
 
-def pair_of_forms(data: st.DataObject, layers: int) -> list[str]:
-    """Two forms that can often be paired: the keys of the model are the same on both sides."""
+def pair_of_forms(data: st.DataObject, layers: int) -> tuple[str, str]:
+    """Two forms that can often be paired: the second one has the model of the first, and a cache of its own."""
     kinds = data.draw(st.sampled_from([("mla",), ("heads", "cpu")]))
     first, second = (data.draw(short_forms(layers, kinds)) for _ in range(2))
-    same = (
-        "heads",
-        "dim",
-        "mla",
-        "window",
-        "state_layers",
-        "ssm",
-        "conv",
-        "conv_width",
-    )
-    pairs = [pair for pair in first.split(",") if pair.partition("=")[0] in same]
-    other = [pair for pair in second.split(",") if pair.partition("=")[0] not in same]
-    unfit: tuple[str, ...] = ()
-    if not any(pair.startswith("conv=") for pair in pairs):
-        unfit += ("conv_layout=",)
-    if not any(pair.startswith("state_layers=") for pair in pairs):
-        unfit += ("state_dtype=",)
-    return [
-        first,
-        ",".join([*pairs, *(pair for pair in other if not pair.startswith(unfit))]),
-    ]
+    of_model = {name for name, key in KEYS.items() if key.of_model}
+    left_out = of_model - {"dtype", "state_dtype"}
+    if "conv=" not in first:
+        left_out.add("conv_layout")
+    if "state_layers=" not in first:
+        left_out.add("state_dtype")
+    pairs = second.split(",")
+    own = [pair for pair in pairs if pair.partition("=")[0] not in left_out]
+    return first, ",".join(own)
 
 
 @given(st.data())
@@ -127,74 +110,50 @@ def test_bytes_and_descriptors_are_those_of_a_request(data: st.DataObject) -> No
             copies = route_copies(route, pairs)
             direct = [one for one in copies if one.placing is Placing.DIRECT]
             event(f"{len(route.sources)} sources")
-            reads = [
-                (source_table(s, 0), len(source_units(s, pairs[s.tokens])))
-                for s in route.sources
-            ]
+            runs = staged = 0
+            for source in route.sources:
+                table = source_table(source, 0)
+                times = len(source_units(source, pairs[source.tokens]))
+                runs += table.runs * times
+                staged += table.runs * table.run_bytes * times
             if not any(read.conversion for read in flow.reads):
                 assert flow.bytes == sum(int(one.num_bytes.sum()) for one in copies)
-            assert sum(read.runs for read in flow.reads) == sum(
-                len(one.src) for one in copies
-            )
-            assert flow.descriptors == sum(len(one.src) for one in direct) + sum(
-                t.runs * n for t, n in reads
-            )
-            staged = sum(t.runs * t.run_bytes * n for t, n in reads)
-            assert (
-                flow.link_bytes
-                == sum(int(one.num_bytes.sum()) for one in direct) + staged
-            )
+            all_runs = sum(len(one.src) for one in copies)
+            assert sum(read.runs for read in flow.reads) == all_runs
+            assert flow.descriptors == sum(len(one.src) for one in direct) + runs
+            read_bytes = sum(int(one.num_bytes.sum()) for one in direct)
+            assert flow.link_bytes == read_bytes + staged
             assert flow.expected == route.expected
         assert worker.bytes == sum(flow.bytes for flow in worker.flows)
     assert summary.bytes == sum(worker.bytes for worker in summary.workers)
 
 
+MODEL = "layers=4,heads=4,dim=8"
+OF_160 = ("--tokens", "160", "--link", "2")
+
+
 def test_the_predicted_time_is_the_slowest_links_bytes_and_descriptors() -> None:
-    summary = summary_of(
-        "layers=4,heads=4,dim=8,tp=4",
-        "layers=4,heads=4,dim=8,tp=1",
-        "--tokens",
-        "160",
-        "--link",
-        "2",
-    )
+    summary = summary_of(f"{MODEL},tp=4", MODEL, *OF_160)
     descriptor_s = PUBLISHED.direct_min_bytes / 50e9
     (worker,) = summary.workers
     wanted_ms = (summary.bytes / 2e9 + summary.descriptors * descriptor_s) * 1000
     assert placings(summary) == {"direct"}
     assert summary.predicted_ms == pytest.approx(wanted_ms, abs=0.001)
     assert (summary.slowest.side, str(summary.slowest.place)) == ("consumer", "tp0")
-    back = summary_of(
-        "layers=4,heads=4,dim=8,tp=1",
-        "layers=4,heads=4,dim=8,tp=4",
-        "--tokens",
-        "160",
-        "--link",
-        "2",
-    )
+    back = summary_of(MODEL, f"{MODEL},tp=4", *OF_160)
     assert (back.slowest.side, back.bytes) == ("producer", worker.bytes)
 
 
 def test_only_the_consumer_pays_for_the_relayout_of_staged_bytes() -> None:
-    pair = ("layers=2,heads=4,dim=16,layout=NHD,tp={}", "layers=2,heads=4,dim=16,tp={}")
-    together = summary_of(
-        *(form.format(1 + index) for index, form in enumerate(pair)), "--tokens", "1024"
-    )
-    apart = summary_of(
-        *(form.format(2 - index) for index, form in enumerate(pair)), "--tokens", "1024"
-    )
+    together = summary_of(f"{NHD},tp=1", f"{DENSE_OF_NHD},tp=2", "--tokens", "1024")
+    apart = summary_of(f"{NHD},tp=2", f"{DENSE_OF_NHD},tp=1", "--tokens", "1024")
     assert placings(together) == placings(apart) == {"staged"}
     for summary, relaid in ((together, 0), (apart, apart.bytes)):
-        link_s = (
-            summary.link_bytes / 50e9 + summary.descriptors * PUBLISHED.descriptor_s
-        )
-        assert summary.predicted_ms == pytest.approx(
-            (link_s + PUBLISHED.relayout_s(relaid)) * 1000, abs=0.0006
-        )
+        descriptors_s = summary.descriptors * PUBLISHED.descriptor_s
+        relayout_s = PUBLISHED.relayout_s(relaid)
+        wanted_ms = (summary.link_bytes / 50e9 + descriptors_s + relayout_s) * 1000
+        assert summary.predicted_ms == pytest.approx(wanted_ms, abs=0.0006)
     assert (together.slowest.side, apart.slowest.side) == ("producer", "consumer")
-
-
-DENSE_OF_NHD = "layers=2,heads=4,dim=16,layout=HND"
 
 
 def test_on_one_host_nothing_goes_over_a_link_whatever_the_layouts() -> None:
@@ -213,10 +172,7 @@ def test_on_one_host_nothing_goes_over_a_link_whatever_the_layouts() -> None:
 
 
 def test_on_one_host_caches_of_two_dtypes_need_no_pool() -> None:
-    pair = (
-        "layers=2,heads=4,dim=16,dtype=bfloat16",
-        "layers=2,heads=4,dim=16,dtype=float16",
-    )
+    pair = (NHD, f"{NHD},dtype=float16")
     no_pool = ("--staging-pool-bytes", "0")
     assert run("plan", *pair, *no_pool).code != 0
     assert placings(summary_of(*pair, *no_pool, "--same-host")) == {"mapped"}

@@ -16,12 +16,13 @@ from kvferry.cli.arguments import (
     whole_option,
     write_file,
 )
+from kvferry.cli.formatting import print_line
 from kvferry.cli.plan.copies import MAX_REQUEST_BYTES, copy_lines, read_request
 from kvferry.cli.plan.picture import draw
 from kvferry.cli.plan.prompt import MAX_TOKENS
 from kvferry.cli.plan.sides import ReadSide, read_sides
-from kvferry.cli.plan.summary import Link, PlanSummary, Refusal, side_of, summarise
-from kvferry.cli.plan.tables import print_plan, print_refusal, print_sides
+from kvferry.cli.plan.summary import Link, PlanSummary, Refusal, summarise
+from kvferry.cli.plan.tables import print_plan, print_refusal, print_side
 from kvferry.plan.cost import PUBLISHED, Costs
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
@@ -48,30 +49,29 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.tokens is not None:
         tokens = whole_option("--tokens", options.tokens, 1, MAX_TOKENS)
     link_gb_s = number_option("--link", options.link, 0.001, 1e6)
-    producer, consumer = read_sides(options.producer, options.consumer, _read_stdin)
-    costs = _costs(options, consumer.engine)
-    mappable = range(len(producer.engine.workers)) if options.same_host else ()
+    sides = read_sides(options.producer, options.consumer, _read_stdin)
+    producer, consumer = (side.engine for side in sides)
+    costs = _costs(options, consumer)
+    mappable = range(len(producer.workers)) if options.same_host else ()
     try:
-        plans = plan_engine(consumer.engine, producer.engine, costs, mappable)
+        plans = plan_engine(consumer, producer, costs, mappable)
     except PlanRefused as refused:
         refusal = Refusal(reasons=refused.reasons)
         if options.json:
             _print_json(refusal)
         else:
-            _print_both(producer, consumer)
+            _print_sides(*sides)
             print_refusal(refusal)
         return REFUSED
     if options.same_host:
         plans = tuple(plan.with_mapped(mappable) for plan in plans)
-    summary = summarise(
-        consumer.engine, producer.engine, plans, Link(link_gb_s, costs), tokens
-    )
+    summary = summarise(consumer, producer, plans, Link(link_gb_s, costs), tokens)
     if options.svg is not None:
         write_file("--svg", options.svg, [draw(summary)])
     if options.copies is not None:
         text = read_file(InvalidCopies, "file", options.copies, MAX_REQUEST_BYTES)
-        request = read_request(text, consumer.engine, producer.engine)
-        lines = copy_lines(plans, consumer.engine, producer.engine, request)
+        request = read_request(text, consumer, producer)
+        lines = copy_lines(plans, consumer, producer, request)
         if options.out is None:
             sys.stdout.writelines(lines)
         else:
@@ -80,7 +80,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(summary)
     elif not prints_copies:
-        _print_both(producer, consumer)
+        _print_sides(*sides)
         print_plan(summary)
     # What goes to standard output for another program stays alone there.
     is_for_a_program = options.json or prints_copies
@@ -100,34 +100,20 @@ def _check_outputs(options: argparse.Namespace) -> None:
         raise InvalidArgument("--copies", options.copies, expected)
 
 
-def _print_both(producer: ReadSide, consumer: ReadSide) -> None:
-    print_sides(
-        (
-            ("producer", side_of(producer.engine), producer.form),
-            ("consumer", side_of(consumer.engine), consumer.form),
-        )
-    )
-
-
 def _costs(options: argparse.Namespace, consumer: EngineDescription) -> Costs:
     """The constants that the consumer plans with."""
     # `--link` is not among them: an engine does not know its link, so it changes only the prediction, not the plan.
     has_gpu = any(worker.memory == "VRAM" for worker in consumer.workers)
     pool_bytes = POOL_BYTES_VRAM if has_gpu else POOL_BYTES_DRAM
     if options.staging_pool_bytes is not None:
-        pool_bytes = whole_option(
-            "--staging-pool-bytes", options.staging_pool_bytes, 0, 1 << 40
-        )
-    direct_min_bytes = PUBLISHED.direct_min_bytes
+        text = options.staging_pool_bytes
+        pool_bytes = whole_option("--staging-pool-bytes", text, 0, 1 << 40)
+    costs = replace(PUBLISHED, staged_run_bytes=longest_staged_run(pool_bytes))
     if options.direct_min_bytes is not None:
-        direct_min_bytes = whole_option(
-            "--direct-min-bytes", options.direct_min_bytes, 1, 1 << 40
-        )
-    return replace(
-        PUBLISHED,
-        direct_min_bytes=direct_min_bytes,
-        staged_run_bytes=longest_staged_run(pool_bytes),
-    )
+        text = options.direct_min_bytes
+        direct_min_bytes = whole_option("--direct-min-bytes", text, 1, 1 << 40)
+        costs = replace(costs, direct_min_bytes=direct_min_bytes)
+    return costs
 
 
 def longest_staged_run(pool_bytes: int) -> int:
@@ -140,6 +126,12 @@ def longest_staged_run(pool_bytes: int) -> int:
 def _read_stdin() -> bytes:
     # One byte more than is accepted, so that the reader sees that it is too long.
     return sys.stdin.buffer.read(MAX_DESCRIPTION_JSON_BYTES + 1)
+
+
+def _print_sides(producer: ReadSide, consumer: ReadSide) -> None:
+    print_side("producer", producer.engine, producer.form)
+    print_side("consumer", consumer.engine, consumer.form)
+    print_line()
 
 
 def _print_json(answer: PlanSummary | Refusal) -> None:

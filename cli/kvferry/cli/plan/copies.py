@@ -8,23 +8,23 @@ from dataclasses import replace
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, to_builtins
 
 from kvferry.cli.arguments import InvalidCopies, read_json
 from kvferry.plan.blocks import RequestBlocks, UnitPairs, pair_request
 from kvferry.plan.copies import route_copies
 from kvferry.plan.tokens import TokenMap
-from kvferry.plan.transfer_plan import Route, TransferPlan
+from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.convert import as_type
 from kvferry.protocol.errors import UNKNOWN, InvalidParams, Shown, cut, one_of
-from kvferry.protocol.geometry import Place
 from kvferry.protocol.handshake import EngineDescription
 from kvferry.protocol.ids import BlockId, Count, Positive
 
 MAX_REQUEST_BYTES = 64 << 20
 MAX_BLOCKS = 1 << 20
 
-BlockIds = Annotated[tuple[BlockId, ...], Meta(max_length=MAX_BLOCKS)]
+_Ids = Annotated[tuple[BlockId, ...], Meta(max_length=MAX_BLOCKS)]
+_IdsOfGroups = Annotated[tuple[_Ids, ...], Meta(min_length=1, max_length=64)]
 
 
 class CopyRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +37,8 @@ class CopyRequest(msgspec.Struct, frozen=True, kw_only=True):
         first_token, stop_token: the tokens that are read; all by default.
     """
 
-    remote_block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=1, max_length=64)]
-    local_block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=1, max_length=64)]
+    remote_block_ids: _IdsOfGroups
+    local_block_ids: _IdsOfGroups
     num_tokens: Positive
     first_token: Count = 0
     stop_token: Count | None = None
@@ -59,13 +59,7 @@ def read_request(
         for key in plain:
             if key not in names:
                 raise InvalidCopies(cut(key), UNKNOWN, one_of(key, names))
-    return _blocks_of(as_type(plain, CopyRequest, InvalidCopies), consumer, producer)
-
-
-def _blocks_of(
-    request: CopyRequest, consumer: EngineDescription, producer: EngineDescription
-) -> RequestBlocks:
-    """The request's blocks for pairing."""
+    request = as_type(plain, CopyRequest, InvalidCopies)
     for field, engine in (
         ("remote_block_ids", producer),
         ("local_block_ids", consumer),
@@ -79,9 +73,8 @@ def _blocks_of(
         stop_token = request.stop_token
     # Beyond its tokens a block holds those of another request.
     if stop_token > request.num_tokens:
-        raise InvalidCopies(
-            "stop_token", stop_token, f"at most num_tokens={request.num_tokens}"
-        )
+        expected = f"at most num_tokens={request.num_tokens}"
+        raise InvalidCopies("stop_token", stop_token, expected)
     if request.first_token >= stop_token:
         expected = f"below {stop_token}, where reading stops"
         raise InvalidCopies("first_token", request.first_token, expected)
@@ -106,17 +99,15 @@ def copy_lines(
         InvalidCopies: the blocks do not cover the tokens, or are outside a cache. Before the first line.
     """
     # All plans are paired before the first line is made: half a file of copies would look like a whole one.
-    units_by_plan = []
-    for plan in plans:
-        try:
-            units_by_plan.append(
-                pair_request(plan, consumer.groups, producer.groups, request)
-            )
-        except InvalidParams as wrong:
-            field = wrong.field.replace("local_blocks", "local_block_ids")
-            raise InvalidCopies(
-                field, Shown(wrong.shown_value), wrong.expected
-            ) from None
+    try:
+        units_by_plan = [
+            pair_request(plan, consumer.groups, producer.groups, request)
+            for plan in plans
+        ]
+    except InvalidParams as wrong:
+        field = wrong.field.replace("local_blocks", "local_block_ids")
+        shown = Shown(wrong.shown_value)
+        raise InvalidCopies(field, shown, wrong.expected) from None
     return _lines(plans, units_by_plan)
 
 
@@ -125,34 +116,21 @@ def _lines(
 ) -> Iterator[str]:
     for plan, units in zip(plans, units_by_plan, strict=True):
         for route in plan.routes:
-            yield from _lines_of_route(plan.place, route, units)
-
-
-def _lines_of_route(
-    consumer: Place, route: Route, units: Mapping[TokenMap, UnitPairs]
-) -> Iterator[str]:
-    # Written by hand: there are millions of lines, which differ in three numbers.
-    head = (
-        f'{{"consumer": {_place(consumer)}, "producer": {_place(route.place)}, "src": '
-    )
-    for bundle in route.bundles:
-        convert = ""
-        if bundle.conversions:
-            convert = f', "convert": "{bundle.conversions[0]}"'
-        # A bundle at a time: its copies share their conversion.
-        for copies in route_copies(replace(route, bundles=(bundle,)), units):
-            tail = f', "via": "{copies.placing.value}"{convert}}}\n'
-            rows = zip(
-                copies.src.tolist(),
-                copies.dst.tolist(),
-                copies.num_bytes.tolist(),
-                strict=True,
-            )
-            for src, dst, num_bytes in rows:
-                yield f'{head}{src}, "dst": {dst}, "bytes": {num_bytes}{tail}'
-
-
-def _place(place: Place) -> str:
-    return json.dumps(
-        {"pp": place.pp, "pcp": place.pcp, "tp": place.tp, "dcp": place.dcp}
-    )
+            for bundle in route.bundles:
+                line = {
+                    "consumer": to_builtins(plan.place),
+                    "producer": to_builtins(route.place),
+                    "src": "%d",
+                    "dst": "%d",
+                    "bytes": "%d",
+                    "via": route.placing_of(bundle).value,
+                }
+                if bundle.conversions:
+                    line["convert"] = str(bundle.conversions[0])
+                # There are millions of lines, which differ in three numbers.
+                form = json.dumps(line).replace('"%d"', "%d") + "\n"
+                # A bundle at a time: its copies share their placing and their conversion.
+                for copies in route_copies(replace(route, bundles=(bundle,)), units):
+                    columns = (copies.src, copies.dst, copies.num_bytes)
+                    rows = zip(*(column.tolist() for column in columns), strict=True)
+                    yield from (form % row for row in rows)

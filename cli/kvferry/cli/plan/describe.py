@@ -8,7 +8,6 @@ import socket
 import sys
 
 from kvferry.cli.arguments import number_option, read_address
-from kvferry.cli.plan.summary import side_of
 from kvferry.cli.plan.tables import print_engine
 from kvferry.link.allowed_hosts import ANY_HOST
 from kvferry.link.client import SideChannelClient
@@ -40,11 +39,11 @@ def run_describe(options: argparse.Namespace) -> int:
     host, port = read_address("HOST:PORT", options.address)
     timeout_s = number_option("--timeout", options.timeout, 0.1, 600)
     engine = fetch(host, port, timeout_s, secrets_from_environment())
-    engine_json = to_engine_json(engine)
     if options.json:
-        sys.stdout.write(visible_json(encode_engine_json(engine_json).decode()))
-        return 0
-    print_engine(engine_json, side_of(engine))
+        engine_json = encode_engine_json(to_engine_json(engine))
+        sys.stdout.write(visible_json(engine_json.decode()))
+    else:
+        print_engine(engine)
     return 0
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from kvferry.cli.arguments import InvalidModel, read_json
 from kvferry.cli.plan.short_form import KEYS, MAX_LAYERS, MAX_SIZE
-from kvferry.plan.wording import progressions
+from kvferry.plan.wording import format_runs
 from kvferry.protocol.errors import MISSING, Shown
 
 MAX_CONFIG_BYTES = 4 << 20
@@ -308,15 +308,7 @@ class _Config:
 
 def _layer_list(layers: Sequence[int]) -> str:
     """Layers as in a short form, e.g. `0-30/2+31`."""
-    items = []
-    for first, last, step in progressions(layers):
-        if first == last:
-            items.append(f"{first}")
-        elif step == 1:
-            items.append(f"{first}-{last}")
-        else:
-            items.append(f"{first}-{last}/{step}")
-    return "+".join(items)
+    return "+".join(format_runs(layers)).replace("…", "-").replace(" by ", "/")
 
 
 def _add(key: str) -> str:

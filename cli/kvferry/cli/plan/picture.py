@@ -12,7 +12,9 @@ import colorsys
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
+
+from msgspec.structs import astuple
 
 from kvferry.cli.formatting import decimal_bytes, format_tokens, span, spans
 from kvferry.cli.plan.summary import Flow, PlanSide, PlanSummary, Shard
@@ -39,6 +41,13 @@ _HATCH = (
     '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="3" height="7" class="paper" fill-opacity="0.5"/></pattern></defs>'
 )
+
+_HATCHED = '"url(#hatch)"'
+_OPACITY = 'fill-opacity="0.55"'
+_DOTTED = 'class="zero" stroke-width="1.2" stroke-dasharray="3 5"'
+_MUTED = 'class="muted"'
+_BOLD = 'class="ink" font-weight="700"'
+_CENTRED = 'text-anchor="middle"'
 
 TOP = 116.0
 CARD_WIDTH = 262.0
@@ -99,7 +108,7 @@ def draw(summary: PlanSummary) -> str:
         f'viewBox="0 0 {WIDTH:.0f} {height:.0f}" font-family="{_FONT}">',
         _STYLE,
         _HATCH,
-        element("rect", width=WIDTH, height=height, class_="paper"),
+        f'<rect width="{_short(WIDTH)}" height="{_short(height)}" class="paper"/>',
         *_heading(summary),
         # Wide bands first, so that thin ones are visible.
         *(_band(band) for band in sorted(bands, key=lambda band: -band.width)),
@@ -120,24 +129,19 @@ def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
     most_workers = max(len(summary.producer.workers), len(summary.consumer.workers))
     card_height = CARD if most_workers < COMPACT_FROM else COMPACT_CARD
     height = most_workers * (card_height + GAP)
-    producers = _cards(
-        summary.producer, LEFT, height, palette(len(summary.producer.workers))
-    )
-    consumers = _cards(
-        summary.consumer, RIGHT, height, [_CONSUMER] * len(summary.consumer.workers)
-    )
-    flows = []
+    colours = palette(len(summary.producer.workers))
+    producers = _cards(summary.producer, LEFT, height, colours)
+    colours = [_CONSUMER] * len(summary.consumer.workers)
+    consumers = _cards(summary.consumer, RIGHT, height, colours)
+    pairs = []
+    bytes_of_card = Counter[Card]()
     for consumer, reader in zip(consumers, summary.workers, strict=True):
         for flow in reader.flows:
             producer = producers[flow.producer_worker]
-            # A flow with two placings is two bands: their hatching differs.
-            for placing, num_bytes in _bytes_by_placing(flow).items():
-                flows.append((producer, consumer, flow, placing, num_bytes))
+            pairs.append((producer, consumer, flow))
+            bytes_of_card[producer] += flow.bytes
+            bytes_of_card[consumer] += flow.bytes
     # One scale for all bands: those of the card with the most bytes just fit along it.
-    bytes_of_card = Counter[Card]()
-    for producer, consumer, _, _, num_bytes in flows:
-        bytes_of_card[producer] += num_bytes
-        bytes_of_card[consumer] += num_bytes
     # Where nothing is read any scale will do.
     scale = 1.0
     for card, num_bytes in bytes_of_card.items():
@@ -147,23 +151,21 @@ def arrange(summary: PlanSummary) -> tuple[list[Card], list[Band]]:
     for card, num_bytes in bytes_of_card.items():
         tops[card] = card.middle - num_bytes * scale / 2
     bands = []
-    for producer, consumer, flow, placing, num_bytes in flows:
-        width = 0.0
-        if num_bytes:
-            width = max(THINNEST, num_bytes * scale)
-        band = Band(
-            producer=producer,
-            consumer=consumer,
-            flow=flow,
-            placing=placing,
-            num_bytes=num_bytes,
-            left_top=tops[producer],
-            right_top=tops[consumer],
-            width=width,
-        )
-        bands.append(band)
-        tops[producer] += width
-        tops[consumer] += width
+    for producer, consumer, flow in pairs:
+        # A flow with two placings is two bands: their hatching differs. One without reads is a release of 0 bytes.
+        placings = sorted(flow.bytes_by_placing().items()) or [("release", 0)]
+        for placing, num_bytes in placings:
+            width = 0.0
+            if num_bytes:
+                width = max(THINNEST, num_bytes * scale)
+            left_top = tops[producer]
+            right_top = tops[consumer]
+            band = Band(
+                producer, consumer, flow, placing, num_bytes, left_top, right_top, width
+            )
+            bands.append(band)
+            tops[producer] += width
+            tops[consumer] += width
     return producers + consumers, bands
 
 
@@ -176,14 +178,6 @@ def _cards(
     for index, (shard, colour) in enumerate(zip(side.workers, colours, strict=True)):
         cards.append(Card(side, shard, left, TOP + index * pitch, pitch - GAP, colour))
     return cards
-
-
-def _bytes_by_placing(flow: Flow) -> dict[str, int]:
-    """The bytes of a flow by placing; a flow without reads is a release of 0 bytes."""
-    placings = Counter[str]()
-    for read in flow.reads:
-        placings[read.placing] += read.bytes
-    return dict(sorted(placings.items())) or {"release": 0}
 
 
 def palette(count: int) -> list[str]:
@@ -201,25 +195,22 @@ def palette(count: int) -> list[str]:
 def _heading(summary: PlanSummary) -> Iterator[str]:
     producer = summary.producer
     consumer = summary.consumer
-    title = (
-        f"{format_topology(producer.topology)}  →  {format_topology(consumer.topology)}"
-    )
+    topologies = [format_topology(side.topology) for side in (producer, consumer)]
+    title = "  →  ".join(topologies)
     facts = (
         f"{counted(consumer.layers, 'layer')} · {counted(consumer.heads, 'head')} · {'/'.join(consumer.dtypes)}"
         f" · a prompt of {counted(summary.tokens, 'token')}: {decimal_bytes(summary.bytes)} in "
         f"{counted(summary.descriptors, 'descriptor')}, {summary.predicted_ms:.3g} ms over {summary.link_gb_s:g} GB/s"
     )
-    yield text(
-        title, WIDTH / 2, 38, 24, class_="ink", font_weight=700, text_anchor="middle"
-    )
-    yield text(facts, WIDTH / 2, 62, 13, class_="muted", text_anchor="middle")
+    yield text(title, WIDTH / 2, 38, 24, f"{_BOLD} {_CENTRED}")
+    yield text(facts, WIDTH / 2, 62, 13, f"{_MUTED} {_CENTRED}")
     for role, side, x in (("producer", producer, LEFT), ("consumer", consumer, RIGHT)):
         name = role
         if side.engine_id != role:
             name = f"{role} {side.engine_id}"
         groups = "; ".join(map(format_group, side.groups))
-        yield text(_cut(name, 38), x, 90, 13, class_="ink", font_weight=700)
-        yield text(_cut(groups, 46), x, 106, 11, class_="muted")
+        yield text(_cut(name, 38), x, 90, 13, _BOLD)
+        yield text(_cut(groups, 46), x, 106, 11, _MUTED)
 
 
 def _cut(content: str, length: int) -> str:
@@ -229,20 +220,17 @@ def _cut(content: str, length: int) -> str:
 
 
 def _band(band: Band) -> str:
-    hint = _band_words(band)
+    hint = _title(_band_words(band))
     if not band.width:
-        return _dotted(
-            _curve("M", START, band.producer.middle, RIGHT, band.consumer.middle), hint
-        )
+        middles = (START, band.producer.middle, RIGHT, band.consumer.middle)
+        return f'<path d="{_curve("M", *middles)}" {_DOTTED}>{hint}</path>'
     below_left = band.left_top + band.width
     below_right = band.right_top + band.width
     there = _curve("M", START, band.left_top, RIGHT, band.right_top)
     back = _curve("L", RIGHT, below_right, START, below_left)
-    path = f"{there}{back}Z"
-    parts = [element("path", d=path, fill=band.producer.colour, fill_opacity=0.55)]
-    if band.placing == "staged":
-        parts.append(element("path", d=path, fill="url(#hatch)"))
-    return element("g", *parts, hint=hint)
+    path = f'<path d="{there}{back}Z" fill='
+    hatching = f"{path}{_HATCHED}/>" if band.placing == "staged" else ""
+    return f'<g>{hint}{path}"{band.producer.colour}" {_OPACITY}/>{hatching}</g>'
 
 
 def _curve(begin: str, x: float, y: float, to_x: float, to_y: float) -> str:
@@ -251,31 +239,16 @@ def _curve(begin: str, x: float, y: float, to_x: float, to_y: float) -> str:
     return f"{begin}{x:.1f} {y:.2f}C{middle:.1f} {y:.2f} {middle:.1f} {to_y:.2f} {to_x:.1f} {to_y:.2f}"
 
 
-def _dotted(path: str, hint: str = "") -> str:
-    return element(
-        "path",
-        hint=hint,
-        d=path,
-        class_="zero",
-        stroke_width=1.2,
-        stroke_dasharray="3 5",
-    )
-
-
 def _band_words(band: Band) -> str:
     flow = band.flow
     ends = f"{band.producer.shard.place} → {band.consumer.shard.place}"
     if not flow.reads:
         return f"{ends}: release only"
-    heads = {held for read in flow.reads for held in read.heads}
-    ranges = spans(sorted(heads, key=lambda held: (held.start, held.stop)))
-    runs = {
-        f"{read.run_bytes} B" for read in flow.reads if read.placing == band.placing
-    }
-    return (
-        f"{ends}: heads {ranges}, {decimal_bytes(band.num_bytes)}, {band.placing}, "
-        f"runs of {', '.join(sorted(runs))}"
-    )
+    heads = sorted({held for read in flow.reads for held in read.heads}, key=astuple)
+    lengths = {read.run_bytes for read in flow.reads if read.placing == band.placing}
+    runs = ", ".join(sorted(f"{length} B" for length in lengths))
+    size = decimal_bytes(band.num_bytes)
+    return f"{ends}: heads {spans(heads)}, {size}, {band.placing}, runs of {runs}"
 
 
 def _labels(bands: Sequence[Band]) -> Iterator[str]:
@@ -286,7 +259,7 @@ def _labels(bands: Sequence[Band]) -> Iterator[str]:
         if band.width >= 13:
             label = f"{decimal_bytes(band.num_bytes)} {band.placing}"
             y = band.right_top + band.width / 2 + 3.5
-            yield text(label, RIGHT - 10, y, 10, class_="ink", text_anchor="end")
+            yield text(label, RIGHT - 10, y, 10, 'class="ink" text-anchor="end"')
 
 
 def _card(card: Card) -> Iterator[str]:
@@ -294,32 +267,29 @@ def _card(card: Card) -> Iterator[str]:
     shard = card.shard
     x = card.left
     hint = f"tokens: {format_tokens(shard.interleave)}"
-    yield rect(
-        x, card.top, CARD_WIDTH, card.height, rx=6, class_="card grid", hint=hint
-    )
+    yield rect(x, card.top, CARD_WIDTH, card.height, 'rx="6" class="card grid"', hint)
     # The map is at the side of the flows.
     text_x = x + _MAP_WIDTH + 26
     map_x = x + 12
+    fill = f'fill="{card.colour}"'
     if x == LEFT:
-        yield rect(x + CARD_WIDTH - 5, card.top, 5, card.height, rx=2, fill=card.colour)
+        yield rect(x + CARD_WIDTH - 5, card.top, 5, card.height, f'rx="2" {fill}')
         text_x = x + 12
         map_x = x + CARD_WIDTH - _MAP_WIDTH - 14
     held = f"heads {span(shard.heads)} · layers {span(shard.layers)}"
-    yield text(
-        str(shard.place), text_x, card.middle - 1, 12, class_="ink", font_weight=700
-    )
-    yield text(held, text_x, card.middle + 10, 10, class_="muted")
+    yield text(str(shard.place), text_x, card.middle - 1, 12, _BOLD)
+    yield text(held, text_x, card.middle + 10, 10, _MUTED)
     height = min(card.height - 8, _MAP_HEIGHT)
     top = card.middle - height / 2
     head_width = _MAP_WIDTH / max(1, card.side.heads)
     layer_height = height / max(1, card.side.layers)
-    yield rect(map_x, top, _MAP_WIDTH, height, rx=2, class_="paper")
+    yield rect(map_x, top, _MAP_WIDTH, height, 'rx="2" class="paper"')
     yield rect(
         map_x + shard.heads.start * head_width,
         top + shard.layers.start * layer_height,
         max(len(shard.heads) * head_width, 0.5),
         max(len(shard.layers) * layer_height, 0.5),
-        fill=card.colour,
+        fill,
     )
 
 
@@ -335,51 +305,44 @@ def _legend(placings: Set[str], y: float) -> Iterator[str]:
         if placing not in placings:
             continue
         if placing == "release":
-            yield _dotted(f"M{x:.1f} {y - 4:.1f}h28")
+            yield f'<path d="M{x:.1f} {y - 4:.1f}h28" {_DOTTED}/>'
         else:
-            yield rect(x, y - 10, 28, 12, rx=2, fill="#4269d0", fill_opacity=0.55)
+            yield rect(x, y - 10, 28, 12, f'rx="2" fill="#4269d0" {_OPACITY}')
         if placing == "staged":
-            yield rect(x, y - 10, 28, 12, rx=2, fill="url(#hatch)")
-        yield text(name, x + 36, y, 11.5, class_="muted")
+            yield rect(x, y - 10, 28, 12, f'rx="2" fill={_HATCHED}')
+        yield text(name, x + 36, y, 11.5, _MUTED)
         x += 60 + 7 * len(name)
-    yield text("width of a band: its bytes", x, y, 11.5, class_="muted")
+    yield text("width of a band: its bytes", x, y, 11.5, _MUTED)
     about = "in each card the whole model: heads across, layers down; filled is what the worker holds"
-    yield text(about, LEFT, y + 24, 11.5, class_="muted")
-
-
-def element(
-    name: str, *children: str, hint: str = "", **attributes: str | float
-) -> str:
-    """One element, in which all outside text is escaped.
-
-    Args:
-        hint: its tooltip.
-        attributes: `_` in a name stands for `-`, a trailing one for nothing (`class_`).
-    """
-    tag = name
-    for key, value in attributes.items():
-        attribute = key.rstrip("_").replace("_", "-")
-        if not isinstance(value, str):
-            value = f"{value:.2f}".rstrip("0").rstrip(".")
-        tag += f" {attribute}={quoteattr(visible_lines(value))}"
-    content = "".join(children)
-    if hint:
-        content = f"<title>{escape(visible_lines(hint))}</title>{content}"
-    if not content:
-        return f"<{tag}/>"
-    return f"<{tag}>{content}</{name}>"
+    yield text(about, LEFT, y + 24, 11.5, _MUTED)
 
 
 def rect(
-    x: float, y: float, width: float, height: float, **attributes: str | float
+    x: float, y: float, width: float, height: float, style: str, hint: str = ""
 ) -> str:
-    """A rectangle."""
-    return element("rect", x=x, y=y, width=width, height=height, **attributes)  # type: ignore[arg-type]
+    """A rectangle with further attributes, and with a tooltip if there is a hint."""
+    place = f'x="{_short(x)}" y="{_short(y)}"'
+    size = f'width="{_short(width)}" height="{_short(height)}"'
+    if not hint:
+        return f"<rect {place} {size} {style}/>"
+    return f"<rect {place} {size} {style}>{_title(hint)}</rect>"
 
 
-def text(
-    content: str, x: float, y: float, size: float, **attributes: str | float
-) -> str:
-    """A line of text; `y` is its baseline."""
-    shown = escape(visible_lines(content))
-    return element("text", shown, x=x, y=y, font_size=size, **attributes)  # type: ignore[arg-type]
+def text(content: str, x: float, y: float, size: float, style: str) -> str:
+    """A line of text with further attributes; `y` is its baseline."""
+    place = f'x="{_short(x)}" y="{_short(y)}" font-size="{_short(size)}"'
+    return f"<text {place} {style}>{_escaped(content)}</text>"
+
+
+def _title(hint: str) -> str:
+    return f"<title>{_escaped(hint)}</title>"
+
+
+def _escaped(content: str) -> str:
+    """Text from outside, such as names of engines, as content of an element."""
+    return escape(visible_lines(content))
+
+
+def _short(number: float) -> str:
+    """A number with at most two decimals."""
+    return f"{number:.2f}".rstrip("0").rstrip(".")

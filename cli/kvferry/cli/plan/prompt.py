@@ -1,7 +1,6 @@
 """The prompt of `kvferry plan`: how long it is, and how many units and blocks of it a plan reads.
 
-Its blocks are paired by the same function as a request's (`pair_units`), and are assumed to be 1, 2, 3, … on both
-sides.
+Its blocks are assumed to be 1, 2, 3, … on both sides.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.cli.arguments import InvalidArgument
-from kvferry.plan.blocks import NULL_BLOCK, RequestBlocks, first_needed, pair_units
-from kvferry.plan.tokens import TokenMap, TokenSide
-from kvferry.plan.transfer_plan import TransferPlan
+from kvferry.plan.blocks import first_needed, wanted_slots
+from kvferry.plan.tokens import TokenMap
 from kvferry.protocol.handshake import CacheGroup
 
 DEFAULT_TOKENS = 8192
@@ -31,7 +29,7 @@ class Units(NamedTuple):
 
 
 def prompt_tokens(
-    wanted: int | None, plans: Iterable[TransferPlan], here: Groups, there: Groups
+    wanted: int | None, token_maps: Iterable[TokenMap], here: Groups, there: Groups
 ) -> int:
     """The length of the prompt: `wanted`, or `DEFAULT_TOKENS` but at most the tokens that the smaller cache holds.
 
@@ -39,20 +37,24 @@ def prompt_tokens(
         InvalidArgument: `wanted` is more than a cache holds, or a cache holds nothing.
     """
     limits = [(MAX_TOKENS, "this command counts no further")]
-    for token_map in _token_maps(plans):
+    for tokens in token_maps:
         # A state is one page, however long the prompt is.
-        if token_map.is_state:
+        if tokens.is_state:
             continue
-        remote = _capacity(token_map.remote, there[token_map.group])
-        local = _capacity(token_map.local, here[token_map.group])
-        limits.append((remote, "the producer's cache holds no more"))
-        limits.append((local, "the consumer's cache holds no more"))
+        for role, side, groups in (
+            ("producer", tokens.remote, there),
+            ("consumer", tokens.local, here),
+        ):
+            group = groups[tokens.group]
+            # All scheduler blocks but the null block.
+            usable_blocks = side.blocks * side.block_tokens // group.block_tokens - 1
+            held = usable_blocks * group.block_tokens * side.share.ranks
+            limits.append((held, f"the {role}'s cache holds no more"))
     # By number, and then by text: the reason is that of the smallest limit.
     max_tokens, why = min(limits)
     if max_tokens < 1:
-        raise InvalidArgument(
-            "blocks", 1, "at least 2 in every cache: block 0 is the null block"
-        )
+        expected = "at least 2 in every cache: block 0 is the null block"
+        raise InvalidArgument("blocks", 1, expected)
     if wanted is None:
         return min(DEFAULT_TOKENS, max_tokens)
     if wanted > max_tokens:
@@ -60,50 +62,15 @@ def prompt_tokens(
     return wanted
 
 
-def _token_maps(plans: Iterable[TransferPlan]) -> set[TokenMap]:
-    token_maps: set[TokenMap] = set()
-    for plan in plans:
-        for route in plan.routes:
-            token_maps.update(bundle.tokens for bundle in route.bundles)
-    return token_maps
-
-
-def count_units(
-    token_map: TokenMap, here: Groups, there: Groups, num_tokens: int
-) -> Units:
+def count_units(tokens: TokenMap, here: Groups, num_tokens: int) -> Units:
     """The units of a prompt of `num_tokens` tokens in one token map."""
-    if token_map.is_state:
+    if tokens.is_state:
         return Units(1, 1)
-    group = token_map.group
-    local_blocks = _assumed_blocks(token_map.local, here[group], num_tokens)
-    # Tokens outside the window have no block.
-    local_span = here[group].block_tokens * token_map.local.share.ranks
-    num_outside = first_needed(here[group], num_tokens) // local_span
-    local_blocks[:num_outside] = [NULL_BLOCK] * num_outside
-    other_groups: list[list[int]] = [[]] * group
-    request = RequestBlocks(
-        local=[*other_groups, local_blocks],
-        remote=[
-            *other_groups,
-            _assumed_blocks(token_map.remote, there[group], num_tokens),
-        ],
-        first_token=0,
-        stop_token=num_tokens,
-        num_tokens=num_tokens,
-    )
-    pairs = pair_units(token_map, here[group], there[group], request)
+    group = here[tokens.group]
+    span = group.block_tokens * tokens.local.share.ranks
+    # The consumer has no block for tokens outside its window.
+    first_held = first_needed(group, num_tokens) // span * span
+    _, remote_slots = wanted_slots(tokens, first_held, num_tokens)
     # A read of whole blocks fetches a block once, however many of its units are needed.
-    return Units(len(pairs), len(np.unique(pairs.remote_block)))
-
-
-def _capacity(side: TokenSide, group: CacheGroup) -> int:
-    """Tokens that a cache holds in all blocks except the null block."""
-    kernel_blocks = group.block_tokens // side.block_tokens
-    usable_blocks = side.blocks // kernel_blocks - 1
-    return usable_blocks * group.block_tokens * side.share.ranks
-
-
-def _assumed_blocks(side: TokenSide, group: CacheGroup, num_tokens: int) -> list[int]:
-    """The assumed scheduler blocks of a prompt."""
-    num_blocks = -(-num_tokens // (group.block_tokens * side.share.ranks))
-    return list(range(1, num_blocks + 1))
+    blocks = np.unique(remote_slots // tokens.remote.block_tokens)
+    return Units(len(remote_slots), len(blocks))

@@ -6,10 +6,10 @@ In vLLM they share the same bytes, which makes no difference to a plan.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -38,14 +38,28 @@ class _Part(NamedTuple):
     """The part of a worker's allocation that one cache group has.
 
     Attributes:
-        kinds: the tensors of its first layer, without a name, from address 0 on.
+        kinds: the tensors of its first layer, without name and group, from address 0 on.
         layer_stride: bytes from one layer to the next.
         num_bytes: of all layers.
     """
 
-    kinds: tuple[PagedTensor, ...]
+    kinds: Sequence[PagedTensor]
     layer_stride: int
     num_bytes: int
+
+
+class _Group(NamedTuple):
+    """A cache group of the engine.
+
+    Attributes:
+        layers, names: its layers of the model, and their names with {} for the number.
+        part: what so many of them have on the worker at a place.
+    """
+
+    group: CacheGroup
+    layers: Sequence[int]
+    names: str
+    part: Callable[[ShortForm, int, Place], _Part]
 
 
 def engine_of_form(form: ShortForm, engine_id: str) -> EngineJson:
@@ -58,11 +72,18 @@ def engine_of_form(form: ShortForm, engine_id: str) -> EngineJson:
     full = CacheGroup(policy="full", block_tokens=form.block)
     window = replace(full, policy="window", window_tokens=form.window)
     state = replace(full, policy="state")
-    groups = [(full, form.full_layers), (window, form.window_layers)]
-    groups.append((state, form.state_layers))
-    groups = [(group, layers) for group, layers in groups if layers]
+    groups = [
+        _Group(full, form.full_layers, form.names, _attention),
+        _Group(window, form.window_layers, form.names, _attention),
+        _Group(state, form.state_layers, form.state_names, _states),
+    ]
+    groups = [of_layers for of_layers in groups if of_layers.layers]
     # In the order in which an engine numbers its workers.
-    places = itertools.product(range(form.pp), range(form.pcp), range(form.tp))
+    places = []
+    for pp, pcp, tp in product(range(form.pp), range(form.pcp), range(form.tp)):
+        # A group of decode context parallel ranks spans the prefill ranks first, then the tensor-parallel ones.
+        dcp = (tp * form.pcp + pcp) % form.dcp
+        places.append(Place(pp=pp, pcp=pcp, tp=tp, dcp=dcp))
     return EngineJson(
         engine_id=engine_id,
         facts=ModelFacts(
@@ -74,37 +95,25 @@ def engine_of_form(form: ShortForm, engine_id: str) -> EngineJson:
             max_model_tokens=form.blocks * form.block,
         ),
         topology=Topology(pp=form.pp, pcp=form.pcp, tp=form.tp, dcp=form.dcp),
-        groups=tuple(group for group, _ in groups),
-        workers=tuple(_worker(form, groups, pp, pcp, tp) for pp, pcp, tp in places),
+        groups=tuple(of_layers.group for of_layers in groups),
+        workers=tuple(_worker(form, groups, place) for place in places),
     )
 
 
-def _worker(
-    form: ShortForm,
-    groups: Sequence[tuple[CacheGroup, tuple[int, ...]]],
-    pp: int,
-    pcp: int,
-    tp: int,
-) -> WorkerJson:
-    # A group of decode context parallel ranks spans the prefill ranks first, then the tensor-parallel ones.
-    place = Place(pp=pp, pcp=pcp, tp=tp, dcp=(tp * form.pcp + pcp) % form.dcp)
-    first_layer = sum(form.stages[:pp])
-    stage = range(first_layer, first_layer + form.stages[pp])
+def _worker(form: ShortForm, groups: Sequence[_Group], place: Place) -> WorkerJson:
+    first_layer = sum(form.stages[: place.pp])
+    stage = range(first_layer, first_layer + form.stages[place.pp])
     tensors: list[PagedTensor] = []
     base = 0
-    for index, (group, all_layers) in enumerate(groups):
-        layers = [layer for layer in all_layers if layer in stage]
-        if group.policy == "state":
-            part = _states(form, index, len(layers), place)
-            names = form.state_names
-        else:
-            part = _attention(form, index, len(layers), place)
-            names = form.names
+    for index, of_layers in enumerate(groups):
+        layers = [layer for layer in of_layers.layers if layer in stage]
+        part = of_layers.part(form, len(layers), place)
         for position, layer in enumerate(layers):
+            name = of_layers.names.format(layer)
             offset = base + position * part.layer_stride
             for kind in part.kinds:
-                name = names.format(layer)
-                tensors.append(replace(kind, layer=name, base=kind.base + offset))
+                own_base = kind.base + offset
+                tensors.append(replace(kind, layer=name, group=index, base=own_base))
         base += part.num_bytes
     if base > MAX_WORKER_BYTES:
         expected = f"fewer: a worker's cache has {base} bytes, more than 2**47"
@@ -114,7 +123,7 @@ def _worker(
     return WorkerJson(place=place, memory=memory, tensors=tuple(tensors))
 
 
-def _attention(form: ShortForm, group: int, num_layers: int, place: Place) -> _Part:
+def _attention(form: ShortForm, num_layers: int, place: Place) -> _Part:
     """The layers with attention of a worker."""
     item = DTYPE_BYTES[form.dtype]
     heads = Range(0, 1)
@@ -140,13 +149,12 @@ def _attention(form: ShortForm, group: int, num_layers: int, place: Place) -> _P
         total *= sizes[axis]
     interleave = Interleave()
     if form.dcp > 1:
-        interleave = Interleave(
-            ranks=form.dcp, rank=place.dcp, run_tokens=form.interleave
-        )
+        run_tokens = form.interleave
+        interleave = Interleave(ranks=form.dcp, rank=place.dcp, run_tokens=run_tokens)
     k = PagedTensor(
         layer="",
         kind="mla" if form.mla else "k",
-        group=group,
+        group=0,
         base=0,
         blocks=sizes["B"],
         block_tokens=tokens,
@@ -157,44 +165,42 @@ def _attention(form: ShortForm, group: int, num_layers: int, place: Place) -> _P
         tile_stride=strides["N"],
         cell_bytes=cell,
         interleave=interleave,
-        format=_format(form.dtype),
-        scales=_scales(form.dtype),
+        **_format(form.dtype),
     )
     if form.mla:
-        return _Part((k,), strides["L"], total)
+        return _Part([k], strides["L"], total)
     v = replace(k, kind="v", base=cell)
     if form.layout == "CPU":
         # In a (block, head): K as [dim, tokens], behind it V as [tokens, dim].
-        by_element = {"element_bytes": item, "element_stride": tokens * item}
         v = replace(v, base=tokens * cell, tile_stride=cell)
-        k = replace(k, tile_stride=item, **by_element)
+        k = replace(
+            k, tile_stride=item, element_bytes=item, element_stride=tokens * item
+        )
     elif not is_packed:
         v = replace(v, base=total)
         total *= 2
-    return _Part((k, v), strides["L"], total)
+    return _Part([k, v], strides["L"], total)
 
 
-def _states(form: ShortForm, group: int, num_layers: int, place: Place) -> _Part:
+def _states(form: ShortForm, num_layers: int, place: Place) -> _Part:
     """The recurrent layers of a worker: a page per layer and block, the convolution state before the temporal one."""
     item = DTYPE_BYTES[form.state_dtype]
-    held_by_part = []
+    channels = {}
     for part in form.conv:
-        held = Range(0, part.channels)
-        if not part.replicated:
-            held = _heads_of_rank(part.channels, form.tp, place.tp)
-        held_by_part.append(held)
-    all_channels = sum(map(len, held_by_part))
+        ranks = 1 if part.replicated else form.tp
+        channels[part.name] = _heads_of_rank(part.channels, ranks, place.tp % ranks)
     channel_bytes = form.conv_width * item
+    conv_bytes = sum(map(len, channels.values())) * channel_bytes
     heads = Range(0, 0)
     if form.ssm:
         heads = _heads_of_rank(form.ssm[0], form.tp, place.tp)
     head_bytes = math.prod(form.ssm[1:]) * item
-    page = all_channels * channel_bytes + len(heads) * head_bytes
+    page = conv_bytes + len(heads) * head_bytes
     ssm = PagedTensor(
         layer="",
         kind="ssm",
-        group=group,
-        base=all_channels * channel_bytes,
+        group=0,
+        base=conv_bytes,
         blocks=form.blocks,
         block_tokens=form.block,
         block_stride=page,
@@ -203,33 +209,22 @@ def _states(form: ShortForm, group: int, num_layers: int, place: Place) -> _Part
         tile_tokens=form.block,
         tile_stride=0,
         cell_bytes=head_bytes,
-        format=_format(form.state_dtype),
-        scales=_scales(form.state_dtype),
+        **_format(form.state_dtype),
     )
-    kinds = []
-    stride = channel_bytes
-    by_element = {}
+    conv = replace(ssm, head_stride=channel_bytes, cell_bytes=channel_bytes)
     if form.conv_layout == "SD" and form.conv_width > 1:
         # Channels innermost: the elements of one channel are apart.
-        stride = item
-        by_element = {"element_bytes": item, "element_stride": all_channels * item}
+        apart = conv_bytes // form.conv_width
+        conv = replace(conv, head_stride=item, element_bytes=item, element_stride=apart)
+    kinds = []
     base = 0
-    for part, held in zip(form.conv, held_by_part, strict=True):
-        conv = replace(
-            ssm,
-            kind=f"conv.{part.name}",
-            base=base,
-            heads=held,
-            head_stride=stride,
-            cell_bytes=channel_bytes,
-            **by_element,
-        )
-        kinds.append(conv)
-        base += len(held) * stride
+    for name, held in channels.items():
+        kinds.append(replace(conv, kind=f"conv.{name}", base=base, heads=held))
+        base += len(held) * conv.head_stride
     if form.ssm:
         kinds.append(ssm)
     layer_bytes = page * form.blocks
-    return _Part(tuple(kinds), layer_bytes, layer_bytes * num_layers)
+    return _Part(kinds, layer_bytes, layer_bytes * num_layers)
 
 
 def _heads_of_rank(heads: int, ranks: int, rank: int) -> Range:
@@ -242,19 +237,15 @@ def _heads_of_rank(heads: int, ranks: int, rank: int) -> Range:
         return Range(first, first + 1)
     size, rest = divmod(heads, ranks)
     first = rank * size + min(rank, rest)
-    if rank < rest:
-        size += 1
-    return Range(first, first + size)
+    return Range(first, first + size + (rank < rest))
 
 
-def _format(dtype: str) -> Format:
-    is_float8 = DTYPE_BYTES[dtype] == 1
-    return Format(dtype=dtype, quantization="fp8_per_tensor" if is_float8 else "none")
-
-
-def _scales(dtype: str) -> tuple[float, ...]:
-    """The static scales of a float8 cache: always 1 in a short form."""
-    return (1.0,) if DTYPE_BYTES[dtype] == 1 else ()
+def _format(dtype: str) -> dict[str, Any]:
+    """The format and the scales of a tensor; the static scales of a float8 cache are always 1 in a short form."""
+    if DTYPE_BYTES[dtype] > 1:
+        return {"format": Format(dtype=dtype)}
+    float8 = Format(dtype=dtype, quantization="fp8_per_tensor")
+    return {"format": float8, "scales": (1.0,)}
 
 
 def _check_sizes(form: ShortForm) -> None:
@@ -262,27 +253,26 @@ def _check_sizes(form: ShortForm) -> None:
     num_states = len(form.state_layers)
     of_attention = (form.layers - num_states) * (1 if form.mla else 2)
     of_states = num_states * (len(form.conv) + bool(form.ssm))
-    num_tensors = form.pcp * form.tp * (of_attention + of_states)
-    num_tokens = form.blocks * form.block
-    num_pieces = math.ceil(form.heads / form.tp) * form.kernel_block
+    tensors = form.pcp * form.tp * (of_attention + of_states)
+    what = f"layers·tp·pcp makes {tensors} paged tensors"
+    _check_size("layers", form.layers, tensors, MAX_ENGINE_TENSORS, what)
+    tokens = form.blocks * form.block
+    what = f"blocks·block is {tokens} tokens"
+    _check_size("blocks", form.blocks, tokens, MAX_CACHE_TOKENS - 1, what)
+    pieces = math.ceil(form.heads / form.tp) * form.kernel_block
     if form.layout == "CPU":
         # Every element of its K is a piece of its own.
-        num_pieces *= form.dim
-    tensors = f"layers·tp·pcp makes {num_tensors} paged tensors"
-    tokens = f"blocks·block is {num_tokens} tokens"
-    pieces = f"a block has {num_pieces} heads·tokens·elements"
-    sizes: list[tuple[str, object, str, int, int]] = [
-        ("layers", form.layers, tensors, num_tensors, MAX_ENGINE_TENSORS),
-        ("blocks", form.blocks, tokens, num_tokens, MAX_CACHE_TOKENS - 1),
-        ("kernel_block", form.kernel_block, pieces, num_pieces, MAX_BLOCK_PIECES),
-    ]
+        pieces *= form.dim
+    what = f"a block has {pieces} heads·tokens·elements"
+    _check_size("kernel_block", form.kernel_block, pieces, MAX_BLOCK_PIECES, what)
     for part in form.conv:
         ranks = 1 if part.replicated else form.tp
         elements = math.ceil(part.channels / ranks) * form.conv_width
         named = f"{part.name}{part.channels}"
         what = f"a state has {elements} elements"
-        sizes.append(("conv", named, what, elements, MAX_BLOCK_PIECES))
-    for key, value, what, size, limit in sizes:
-        if size > limit:
-            expected = f"fewer: {what}, more than {limit}"
-            raise InvalidArgument(key, value, expected)
+        _check_size("conv", named, elements, MAX_BLOCK_PIECES, what)
+
+
+def _check_size(key: str, value: object, size: int, limit: int, what: str) -> None:
+    if size > limit:
+        raise InvalidArgument(key, value, f"fewer: {what}, more than {limit}")

@@ -141,18 +141,25 @@ def _conv_parts(key: str, text: str) -> tuple[ConvPart, ...]:
 
 
 class Key(NamedTuple):
-    """A key: how its value is written, as in docs/cli.md, and read."""
+    """A key: how its value is written, as in docs/cli.md, and read, and whether a form without `layers` takes it from
+    the other side."""
 
     form: str
     read: Callable[[str, str], Any]
+    of_model: bool
 
 
-def _key(default: Any, form: str, read: Callable[[str, str], Any]) -> Any:
-    return field(default=default, metadata={"key": Key(form, read)})
+def _key(
+    default: Any, form: str, read: Callable[[str, str], Any], *, of_model: bool = False
+) -> Any:
+    return field(default=default, metadata={"key": Key(form, read, of_model)})
 
 
-def _number(default: int, high: int = MAX_SIZE, low: int = 1) -> Any:
-    return _key(default, "number", partial(whole_option, low=low, high=high))
+def _number(
+    default: int, high: int = MAX_SIZE, low: int = 1, *, of_model: bool = False
+) -> Any:
+    read = partial(whole_option, low=low, high=high)
+    return _key(default, "number", read, of_model=of_model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +170,11 @@ class ShortForm:
     """
 
     # The model.
-    layers: int = _number(0, MAX_LAYERS)
-    heads: int = _number(0)
-    dim: int = _number(0)
-    mla: int = _number(0)
-    dtype: str = _key("bfloat16", "name", _dtype)
+    layers: int = _number(0, MAX_LAYERS, of_model=True)
+    heads: int = _number(0, of_model=True)
+    dim: int = _number(0, of_model=True)
+    mla: int = _number(0, of_model=True)
+    dtype: str = _key("bfloat16", "name", _dtype, of_model=True)
     # Its ranks; `interleave`: tokens in a row on one dcp rank.
     tp: int = _number(1, MAX_RANKS)
     pp: int = _number(1, MAX_RANKS)
@@ -182,17 +189,23 @@ class ShortForm:
     layout: str = _key("HND", "name", partial(_choice, accepted=LAYOUTS))
     kv: str = _key("packed", "name", partial(_choice, accepted=("packed", "apart")))
     # Layers without full attention.
-    window: int = _key(0, "`n` or `n@layers`", _window)
+    window: int = _key(0, "`n` or `n@layers`", _window, of_model=True)
     window_layers: tuple[int, ...] = ()
-    state_layers: tuple[int, ...] = _key((), "layers", _layer_list)
-    ssm: tuple[int, ...] = _key((), "`HxDxN` or `HxN`", _state_shape)
-    conv: tuple[ConvPart, ...] = _key((), "`x1536+B128+C128`", _conv_parts)
-    conv_width: int = _number(3)
+    state_layers: tuple[int, ...] = _key((), "layers", _layer_list, of_model=True)
+    ssm: tuple[int, ...] = _key((), "`HxDxN` or `HxN`", _state_shape, of_model=True)
+    conv: tuple[ConvPart, ...] = _key(
+        (), "`x1536+B128+C128`", _conv_parts, of_model=True
+    )
+    conv_width: int = _number(3, of_model=True)
     conv_layout: str = _key("SD", "name", partial(_choice, accepted=("SD", "DS")))
-    state_dtype: str = _key("", "name", _dtype)
+    state_dtype: str = _key("", "name", _dtype, of_model=True)
     # Names of layers, which must be those of a description JSON on the other side.
-    names: str = _key("model.layers.{}.self_attn.attn", "text with `{}`", _template)
-    state_names: str = _key("model.layers.{}.mixer", "text with `{}`", _template)
+    names: str = _key(
+        "model.layers.{}.self_attn.attn", "text with `{}`", _template, of_model=True
+    )
+    state_names: str = _key(
+        "model.layers.{}.mixer", "text with `{}`", _template, of_model=True
+    )
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -238,22 +251,6 @@ def _layers_in(key: str, listed: str, layers: int) -> tuple[int, ...]:
 
 # Reading of a whole text.
 
-# Keys that a form without `layers` takes from the other side.
-MODEL_KEYS = (
-    "layers",
-    "heads",
-    "dim",
-    "mla",
-    "dtype",
-    "window",
-    "state_layers",
-    "ssm",
-    "conv",
-    "conv_width",
-    "state_dtype",
-    "names",
-    "state_names",
-)
 # Keys that mean nothing without one of these.
 _NEEDS = {
     "conv_width": ("conv",),
@@ -296,7 +293,7 @@ def pairs_of(text: str) -> dict[str, str]:
 
 
 def with_model(pairs: Mapping[str, str], model: Mapping[str, str]) -> dict[str, str]:
-    """The pairs, and those of `MODEL_KEYS` of another engine that they do not say themselves."""
+    """The pairs, and those of another engine's model that they do not say themselves."""
     said = set(pairs)
     # A latent says what heads say, and the other way round.
     if "mla" in pairs:
@@ -306,7 +303,7 @@ def with_model(pairs: Mapping[str, str], model: Mapping[str, str]) -> dict[str, 
     taken = {
         key: value
         for key, value in model.items()
-        if key in MODEL_KEYS and key not in said
+        if KEYS[key].of_model and key not in said
     }
     return {**taken, **pairs}
 

@@ -75,43 +75,48 @@ def read_sides(
         there = _read("PRODUCER", producer, read_stdin)
     with _naming_side("CONSUMER"):
         here = _read("CONSUMER", consumer, read_stdin)
-    # Both are read before either is completed: each may need the model of the other.
-    there_json, there_form = _complete("PRODUCER", producer, there, here)
-    here_json, here_form = _complete("CONSUMER", consumer, here, there)
+    # Both are read before either is completed: each may need the model of the other, and then its facts.
+    there, here = _with_layers(there, here), _with_layers(here, there)
+    there_json = _engine_json("PRODUCER", there)
+    here_json = _engine_json("CONSUMER", here)
     return (
-        ReadSide(_describe("PRODUCER", there_json, here_json), there_form),
-        ReadSide(_describe("CONSUMER", here_json, there_json), here_form),
+        _side("PRODUCER", there_json, here_json, _completed(producer, there)),
+        _side("CONSUMER", here_json, there_json, _completed(consumer, here)),
     )
 
 
-def _complete(
-    role: str, argument: str, read: EngineJson | Pairs, other: EngineJson | Pairs
-) -> tuple[EngineJson, str]:
-    """The engine of one side, and the whole short form if the argument has only a part of it."""
+def _with_layers(
+    own: EngineJson | Pairs, other: EngineJson | Pairs
+) -> EngineJson | Pairs:
+    """A form without a model has that of the other side's form."""
+    if isinstance(own, EngineJson) or isinstance(other, EngineJson) or "layers" in own:
+        return own
+    return with_model(own, other)
+
+
+def _completed(argument: str, read: EngineJson | Pairs) -> str:
+    """The whole short form, if the argument has only a part of it."""
     if isinstance(read, EngineJson):
-        return read, ""
-    pairs = read
-    # A form without a model has that of the other side's form.
-    if "layers" not in read and not isinstance(other, EngineJson):
-        pairs = with_model(read, other)
+        return ""
+    form = ",".join(f"{key}={value}" for key, value in read.items())
+    return "" if form == argument.replace(" ", "") else form
+
+
+def _engine_json(role: str, read: EngineJson | Pairs) -> EngineJson:
+    if isinstance(read, EngineJson):
+        return read
     with _naming_side(role):
-        engine_json = engine_of_form(form_of(pairs), role.lower())
-    form = ",".join(f"{key}={value}" for key, value in pairs.items())
-    if form == argument.replace(" ", ""):
-        form = ""
-    return engine_json, form
+        return engine_of_form(form_of(read), role.lower())
 
 
-def _describe(role: str, own: EngineJson, other: EngineJson) -> EngineDescription:
-    """The description of one side."""
-    facts = own.facts
+def _side(role: str, own: EngineJson, other: EngineJson, form: str) -> ReadSide:
     # A short form has no facts about the weights: it takes those of the other side, if that has any.
-    if facts.model == UNKNOWN_MODEL and other.facts.model != UNKNOWN_MODEL:
-        facts = other.facts
-    engine = from_engine_json(msgspec.structs.replace(own, facts=facts))
+    if own.facts.model == UNKNOWN_MODEL != other.facts.model:
+        own = msgspec.structs.replace(own, facts=other.facts)
+    engine = from_engine_json(own)
     with _naming_side(role):
         check_description(engine)
-    return engine
+    return ReadSide(engine, form)
 
 
 @contextlib.contextmanager

@@ -7,27 +7,26 @@ in time, is added up from their reads.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 
 from kvferry.cli.plan.prompt import Groups, Units, count_units, prompt_tokens
 from kvferry.plan.cost import Costs
-from kvferry.plan.engine_shape import EngineShape, layer_order, natural
+from kvferry.plan.engine_shape import EngineShape, layer_order, natural, shown_tensors
 from kvferry.plan.refusals import Reason
 from kvferry.plan.runs import Bundle
 from kvferry.plan.staged_layout import StagedSource
 from kvferry.plan.tokens import TokenMap
 from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
 from kvferry.protocol.geometry import Interleave, Place, Range, Topology
-from kvferry.protocol.handshake import CacheGroup, EngineDescription, WorkerDescription
+from kvferry.protocol.handshake import CacheGroup, EngineDescription
 
 PLAN_VERSION = 1
-
-
-# One engine, as it is displayed.
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,50 +49,6 @@ class PlanSide(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...]
     groups: tuple[CacheGroup, ...]
     workers: tuple[Shard, ...]
-
-
-def side_of(engine: EngineDescription) -> PlanSide:
-    """One engine, as it is displayed."""
-    shape = EngineShape.from_engine(engine)
-    order = layer_order(engine)
-    return PlanSide(
-        engine_id=engine.engine_id,
-        topology=shape.topology,
-        layers=shape.layers,
-        heads=shape.heads,
-        dtypes=shape.dtypes,
-        groups=shape.groups,
-        workers=tuple(_shard(engine, worker, order) for worker in engine.workers),
-    )
-
-
-def _shard(
-    engine: EngineDescription, worker: WorkerDescription, order: dict[str, int]
-) -> Shard:
-    held = [tensor for tensor in worker.tensors if len(tensor.heads)]
-    layers = [order[tensor.layer] for tensor in held]
-    # The heads that are displayed are those of attention; of a model without attention those of its states, and only
-    # then the channels of its convolutions.
-    attention = [
-        tensor for tensor in held if engine.groups[tensor.group].policy != "state"
-    ]
-    not_convolutions = [tensor for tensor in held if not tensor.kind.startswith("conv")]
-    displayed = attention or not_convolutions or held
-    heads = Range(0, 0)
-    interleave = Interleave()
-    if displayed:
-        heads = displayed[0].heads
-        interleave = displayed[0].interleave
-    return Shard(
-        place=worker.place,
-        layers=Range(min(layers, default=0), max(layers, default=-1) + 1),
-        heads=heads,
-        interleave=interleave,
-        cache_bytes=sum(tensor.blocks * tensor.block_bytes for tensor in held),
-    )
-
-
-# The plan.
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,13 +95,20 @@ class Flow(msgspec.Struct, frozen=True, kw_only=True):
     reads: tuple[Read, ...]
     staged: tuple[StagedRead, ...]
 
+    def bytes_by_placing(self) -> Counter[str]:
+        """The bytes of the prompt that are direct, staged and mapped."""
+        placed = Counter[str]()
+        for read in self.reads:
+            placed[read.placing] += read.bytes
+        return placed
+
 
 class ReadingWorker(msgspec.Struct, frozen=True, kw_only=True):
     """One consumer worker: its line in the log, those at DEBUG of what that has no room for, and its reads."""
 
     place: Place
     log: str
-    log_debug: tuple[str, ...] = ()
+    log_debug: tuple[str, ...]
     bytes: int
     link_bytes: int
     descriptors: int
@@ -199,26 +161,52 @@ class Link:
     gb_s: float
     costs: Costs
 
-    def sends_ms(self, flows: Sequence[Flow]) -> float:
+    def sends_s(self, flows: Sequence[Flow]) -> float:
         """The time of a producer worker's link for these flows."""
-        return round(self._sends_s(flows) * 1000, 3)
-
-    def reads_ms(self, flows: Sequence[Flow]) -> float:
-        """The time of a consumer worker for its flows, with the relayout and copies from mapped memory."""
-        # Both are the consumer's own work: the producer's link has neither.
-        relayout_s = self.costs.relayout_s(_bytes_placed(flows, Placing.STAGED))
-        mapped_s = self.costs.mapped_s(_bytes_placed(flows, Placing.MAPPED))
-        return round((self._sends_s(flows) + (relayout_s + mapped_s)) * 1000, 3)
-
-    def _sends_s(self, flows: Sequence[Flow]) -> float:
         link_s = sum(flow.link_bytes for flow in flows) / (self.gb_s * 1e9)
         descriptors = sum(flow.descriptors for flow in flows)
         return link_s + descriptors * self.costs.descriptor_s
 
+    def reads_s(self, flows: Sequence[Flow]) -> float:
+        """The time of a consumer worker for its flows: of its link, and of what it does itself."""
+        placed = Counter[str]()
+        for flow in flows:
+            placed += flow.bytes_by_placing()
+        relayout_s = self.costs.relayout_s(placed[Placing.STAGED])
+        mapped_s = self.costs.mapped_s(placed[Placing.MAPPED])
+        return self.sends_s(flows) + (relayout_s + mapped_s)
 
-def _bytes_placed(flows: Sequence[Flow], placing: Placing) -> int:
-    reads = (read for flow in flows for read in flow.reads)
-    return sum(read.bytes for read in reads if read.placing == placing)
+
+def side_of(engine: EngineDescription) -> PlanSide:
+    """One engine, as it is displayed."""
+    shape = EngineShape.from_engine(engine)
+    order = layer_order(engine)
+    shards = []
+    for worker in engine.workers:
+        held = [tensor for tensor in worker.tensors if len(tensor.heads)]
+        layers = [order[tensor.layer] for tensor in held]
+        heads = Range(0, 0)
+        interleave = Interleave()
+        for tensor in shown_tensors(engine, held)[:1]:
+            heads = tensor.heads
+            interleave = tensor.interleave
+        shard = Shard(
+            place=worker.place,
+            layers=Range(min(layers, default=0), max(layers, default=-1) + 1),
+            heads=heads,
+            interleave=interleave,
+            cache_bytes=sum(tensor.blocks * tensor.block_bytes for tensor in held),
+        )
+        shards.append(shard)
+    return PlanSide(
+        engine_id=engine.engine_id,
+        topology=shape.topology,
+        layers=shape.layers,
+        heads=shape.heads,
+        dtypes=shape.dtypes,
+        groups=shape.groups,
+        workers=tuple(shards),
+    )
 
 
 def summarise(
@@ -238,76 +226,74 @@ def summarise(
     Raises:
         InvalidArgument: the prompt does not fit into a cache.
     """
-    length = prompt_tokens(tokens, plans, consumer.groups, producer.groups)
-
     # Workers share most token maps, and counting one takes as long as pairing a request.
-    @functools.cache
-    def units_of(token_map: TokenMap) -> Units:
-        return count_units(token_map, consumer.groups, producer.groups, length)
-
+    token_maps = {tokens for plan in plans for tokens in plan.token_maps}
+    length = prompt_tokens(tokens, token_maps, consumer.groups, producer.groups)
+    units = {
+        token_map: count_units(token_map, consumer.groups, length)
+        for token_map in token_maps
+    }
     order = layer_order(consumer)
-    workers = []
-    links = []
     sent: list[list[Flow]] = [[] for _ in producer.workers]
+    links = []
+    workers = []
     for plan in plans:
         flows = tuple(
-            _flow(route, units_of, consumer.groups, order) for route in plan.routes
+            _flow(route, units, consumer.groups, order) for route in plan.routes
         )
         for flow in flows:
             sent[flow.producer_worker].append(flow)
-        worker = _reading_worker(plan, flows, link)
+        log, *debug = plan.describe_all()
+        worker = ReadingWorker(
+            place=plan.place,
+            log=log,
+            log_debug=tuple(debug),
+            **_sums(flows),
+            predicted_ms=_ms(link.reads_s(flows)),
+            flows=flows,
+        )
         workers.append(worker)
         links.append((worker.predicted_ms, Slowest(side="consumer", place=plan.place)))
     for sender, flows_of_sender in zip(producer.workers, sent, strict=True):
         slow = Slowest(side="producer", place=sender.place)
-        links.append((link.sends_ms(flows_of_sender), slow))
+        links.append((_ms(link.sends_s(flows_of_sender)), slow))
     # All links work at the same time, so the slowest one decides.
     predicted_ms, slowest = max(links, key=lambda timed: timed[0])
+    all_flows = [flow for worker in workers for flow in worker.flows]
     return PlanSummary(
         producer=side_of(producer),
         consumer=side_of(consumer),
         tokens=length,
         link_gb_s=link.gb_s,
-        bytes_per_token=sum(
-            flow.bytes_per_token for worker in workers for flow in worker.flows
-        ),
-        bytes=sum(worker.bytes for worker in workers),
-        link_bytes=sum(worker.link_bytes for worker in workers),
-        descriptors=sum(worker.descriptors for worker in workers),
+        bytes_per_token=sum(flow.bytes_per_token for flow in all_flows),
+        **_sums(all_flows),
         predicted_ms=predicted_ms,
         slowest=slowest,
         workers=tuple(workers),
     )
 
 
-def _reading_worker(
-    plan: TransferPlan, flows: tuple[Flow, ...], link: Link
-) -> ReadingWorker:
-    log, *debug = plan.describe_all()
-    return ReadingWorker(
-        place=plan.place,
-        log=log,
-        log_debug=tuple(debug),
-        bytes=sum(flow.bytes for flow in flows),
-        link_bytes=sum(flow.link_bytes for flow in flows),
-        descriptors=sum(flow.descriptors for flow in flows),
-        predicted_ms=link.reads_ms(flows),
-        flows=flows,
-    )
+def _sums(flows: Sequence[Flow]) -> dict[str, Any]:
+    names = ("bytes", "link_bytes", "descriptors")
+    return {name: sum(getattr(flow, name) for flow in flows) for name in names}
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
 
 
 def _flow(
     route: Route,
-    units_of: Callable[[TokenMap], Units],
+    units: Mapping[TokenMap, Units],
     groups: Groups,
     order: Mapping[str, int],
 ) -> Flow:
     reads = tuple(
-        _read(route, bundle, units_of(bundle.tokens), groups, order)
+        _read(route, bundle, units[bundle.tokens].units, groups, order)
         for bundle in route.bundles
     )
     staged = tuple(
-        _staged_read(source, units_of(source.tokens)) for source in route.sources
+        _staged_read(source, units[source.tokens]) for source in route.sources
     )
     # Staged bytes are over the link as `staged` reads them, mapped ones are not over it.
     direct = [read for read in reads if read.placing == Placing.DIRECT]
@@ -330,7 +316,7 @@ def _flow(
 def _read(
     route: Route,
     bundle: Bundle,
-    units: Units,
+    units: int,
     groups: Groups,
     order: Mapping[str, int],
 ) -> Read:
@@ -338,30 +324,24 @@ def _read(
         route.slices[member] for of_place in bundle.members for member in of_place
     ]
     layers = sorted({item.local.layer for item in slices}, key=natural)
-    kinds = dict.fromkeys(item.local.kind for item in slices)
-    heads = sorted(
-        {item.heads for item in slices}, key=lambda held: (held.start, held.stop)
-    )
-    conversion = ""
-    if bundle.conversions:
-        conversion = str(bundle.conversions[0])
+    group = bundle.tokens.group
     return Read(
-        group=bundle.tokens.group,
-        policy=groups[bundle.tokens.group].policy,
-        kinds=tuple(kinds),
+        group=group,
+        policy=groups[group].policy,
+        kinds=tuple(dict.fromkeys(item.local.kind for item in slices)),
         layers=len(layers),
         first_layer=layers[0],
         last_layer=layers[-1],
         layer_range=Range(order[layers[0]], order[layers[-1]] + 1),
-        heads=tuple(heads),
+        heads=tuple(sorted({item.heads for item in slices}, key=astuple)),
         unit_tokens=bundle.tokens.unit_tokens,
         run_bytes=bundle.run_bytes,
         unit_runs=bundle.unit_runs,
         placing=slices[0].placing.value,
         reason=slices[0].reason,
-        conversion=conversion,
-        bytes=units.units * bundle.unit_bytes,
-        runs=units.units * bundle.unit_runs,
+        conversion="".join(map(str, bundle.conversions[:1])),
+        bytes=units * bundle.unit_bytes,
+        runs=units * bundle.unit_runs,
     )
 
 

@@ -21,32 +21,15 @@ from kvferry.cli.formatting import (
     rounded_count,
     span,
 )
-from kvferry.cli.plan.summary import (
-    Flow,
-    PlanSide,
-    PlanSummary,
-    Read,
-    ReadingWorker,
-    Refusal,
-)
+from kvferry.cli.plan.summary import PlanSummary, ReadingWorker, Refusal, side_of
 from kvferry.plan.engine_shape import EngineShape, format_group
 from kvferry.plan.wording import counted, format_numbers, format_places
-from kvferry.protocol.description_json import EngineJson
 from kvferry.protocol.geometry import Place, Range
+from kvferry.protocol.handshake import EngineDescription
 
 RELEASE = "released"
 NONE = "no need"
 
-_COLUMNS = (
-    "consumer",
-    "producer",
-    ">pairs",
-    "layers",
-    "heads",
-    ">bytes",
-    ">descriptors",
-    "placed",
-)
 _STYLES = {
     "direct": "green",
     "staged": "yellow",
@@ -88,81 +71,88 @@ def fold(
     """The pairs of each kind, in the order of their first ones; new reasons get the next number in `reasons`."""
     folded: dict[Kind, list[Pair]] = {}
     for reader in readers:
-        if not reader.flows:
-            folded.setdefault(Kind(NONE), []).append(Pair(reader.place, None))
-        for flow in reader.flows:
-            if not flow.reads:
-                folded.setdefault(Kind(RELEASE), []).append(
-                    Pair(reader.place, flow.producer)
-                )
-            for kind, read in _kinds(flow, reasons):
-                pair = Pair(reader.place, flow.producer, read.heads)
-                folded.setdefault(kind, []).append(pair)
+        for kind, pair in _rows(reader, reasons):
+            folded.setdefault(kind, []).append(pair)
     return folded
 
 
-def _kinds(flow: Flow, reasons: dict[str, int]) -> Iterator[tuple[Kind, Read]]:
-    # Staged reads of one pair of workers share their descriptors, which the first of them shows.
-    staged_descriptors: int | None = sum(staged.descriptors for staged in flow.staged)
-    for read in flow.reads:
-        descriptors: int | None = read.runs
-        if read.placing == "mapped":
-            descriptors = 0
-        if read.placing == "staged":
-            descriptors = staged_descriptors
-            staged_descriptors = None
-        number = reasons.setdefault(read.reason, len(reasons) + 1)
-        kind = Kind(
-            placed=f"{read.placing} ({number})",
-            group=read.group,
-            layers=f"{read.layers} × {' '.join(read.kinds)}",
-            num_bytes=read.bytes,
-            descriptors=descriptors,
-            # Not the heads themselves: workers that read other heads alike are one row.
-            head_counts=tuple(map(len, read.heads)),
-        )
-        yield kind, read
+def _rows(
+    reader: ReadingWorker, reasons: dict[str, int]
+) -> Iterator[tuple[Kind, Pair]]:
+    if not reader.flows:
+        yield Kind(NONE), Pair(reader.place, None)
+    for flow in reader.flows:
+        if not flow.reads:
+            yield Kind(RELEASE), Pair(reader.place, flow.producer)
+        # Staged reads of one pair of workers share their descriptors, which the first of them shows.
+        staged_descriptors: int | None = sum(read.descriptors for read in flow.staged)
+        for read in flow.reads:
+            descriptors: int | None = read.runs
+            if read.placing == "mapped":
+                descriptors = 0
+            if read.placing == "staged":
+                descriptors = staged_descriptors
+                staged_descriptors = None
+            number = reasons.setdefault(read.reason, len(reasons) + 1)
+            kind = Kind(
+                placed=f"{read.placing} ({number})",
+                group=read.group,
+                layers=f"{read.layers} × {' '.join(read.kinds)}",
+                num_bytes=read.bytes,
+                descriptors=descriptors,
+                # Not the heads themselves: workers that read other heads alike are one row.
+                head_counts=tuple(map(len, read.heads)),
+            )
+            yield kind, Pair(reader.place, flow.producer, read.heads)
 
 
-def cells_of(kind: Kind, pairs: Sequence[Pair], groups: Sequence[str]) -> list[str]:
-    """A folded row as text, a cell for each of `_COLUMNS`.
+def cells_of(
+    kind: Kind, pairs: Sequence[Pair], groups: Sequence[str]
+) -> dict[str, str]:
+    """A folded row as text, by its columns.
 
     Args:
         groups: names of the cache groups, if there are several.
     """
-    consumers = format_places(pair.consumer for pair in pairs)
-    producers = format_places(
-        pair.producer for pair in pairs if pair.producer is not None
-    )
-    cells = [consumers, producers, f"{len(pairs)}"]
+    cells = {
+        "consumer": format_places(pair.consumer for pair in pairs),
+        "producer": format_places(pair.producer for pair in pairs if pair.producer),
+        ">pairs": f"{len(pairs)}",
+        "layers": kind.layers,
+        "heads": "",
+        ">bytes": "",
+        ">descriptors": "",
+        "placed": kind.placed,
+    }
     if not kind.layers:
-        return [*cells, "", "", "", "", kind.placed]
-    layers = kind.layers
+        return cells
     if groups:
-        layers = f"{layers}, {groups[kind.group]}"
+        cells["layers"] += f", {groups[kind.group]}"
     ranges = [held for pair in pairs for held in pair.heads]
     heads = {head for held in ranges for head in range(held.start, held.stop)}
-    descriptors = "with it"
+    cells["heads"] = format_numbers(sorted(heads))
+    cells[">bytes"] = decimal_bytes(kind.num_bytes)
+    cells[">descriptors"] = "with it"
     if kind.descriptors is not None:
-        descriptors = rounded_count(kind.descriptors)
-    return [
-        *cells,
-        layers,
-        format_numbers(sorted(heads)),
-        decimal_bytes(kind.num_bytes),
-        descriptors,
-        kind.placed,
-    ]
+        cells[">descriptors"] = rounded_count(kind.descriptors)
+    return cells
 
 
 def print_plan(summary: PlanSummary) -> None:
     """Print a workable pair."""
     reasons: dict[str, int] = {}
     groups = _names_of_groups(summary)
-    folded = fold(summary.workers, reasons)
-    rows = [cells_of(kind, pairs, groups) for kind, pairs in folded.items()]
-    _leave_out_repeated(rows)
-    print_table(_COLUMNS, rows, _STYLES)
+    rows = []
+    consumers = ""
+    for kind, pairs in fold(summary.workers, reasons).items():
+        cells = cells_of(kind, pairs, groups)
+        # In a column of equal names the one that differs is not seen.
+        if cells["consumer"] == consumers:
+            cells["consumer"] = ""
+        else:
+            consumers = cells["consumer"]
+        rows.append(cells)
+    print_table([*rows[0]], [[*row.values()] for row in rows], _STYLES)
     for reason, number in reasons.items():
         print_line(f"({number}) {reason}", "dim", hang=4)
     print_line()
@@ -189,33 +179,18 @@ def _names_of_groups(summary: PlanSummary) -> list[str]:
     return [f"{policy} {index}" for index, policy in enumerate(policies)]
 
 
-def _leave_out_repeated(rows: list[list[str]]) -> None:
-    """Empty the first cell of each row that has the consumers of the row above it."""
-    consumers = ""
-    # In a column of equal names the one that differs is not seen.
-    for row in rows:
-        if row[0] == consumers:
-            row[0] = ""
-        else:
-            consumers = row[0]
-
-
 def _print_time(summary: PlanSummary) -> None:
     sizes = [decimal_bytes(summary.bytes)]
     if summary.link_bytes != summary.bytes:
         sizes.append(f"{decimal_bytes(summary.link_bytes)} over the links")
     sizes.append(f"{decimal_bytes(summary.bytes_per_token)}/token")
     sizes.append(f"{rounded_count(summary.descriptors)} descriptors")
-    print_line(
-        f"a prompt of {counted(summary.tokens, 'token')}: {', '.join(sizes)}", hang=2
-    )
+    prompt = counted(summary.tokens, "token")
+    print_line(f"a prompt of {prompt}: {', '.join(sizes)}", hang=2)
     time = format_time(summary.predicted_ms * 1e6)
-    slowest = f"{summary.slowest.side} {summary.slowest.place}"
-    print_line(
-        f"predicted: {time} over {digits(summary.link_gb_s)} GB/s a worker; {slowest} is the slowest",
-        "bold",
-        hang=2,
-    )
+    link = f"{digits(summary.link_gb_s)} GB/s a worker"
+    slowest = f"{summary.slowest.side} {summary.slowest.place} is the slowest"
+    print_line(f"predicted: {time} over {link}; {slowest}", "bold", hang=2)
 
 
 def print_refusal(refusal: Refusal) -> None:
@@ -228,66 +203,45 @@ def print_refusal(refusal: Refusal) -> None:
         print_line(f"      → {reason.change}", "green", hang=8)
 
 
-def print_engine(engine_json: EngineJson, side: PlanSide) -> None:
+def print_engine(engine: EngineDescription) -> None:
     """Print one engine: its model, groups and workers."""
-    facts = engine_json.facts
-    print_line(f"engine {engine_json.engine_id}: {format_engine(side)}")
-    named_facts = (
-        ("model", facts.model),
-        ("fingerprint", facts.fingerprint),
-        ("dtype", facts.dtype),
-        ("cache", facts.cache_dtype),
-        ("quantisation", facts.quantization),
-        ("speculative", facts.speculative),
-    )
-    for name, value in named_facts:
+    facts = engine.facts
+    print_line(f"engine {engine.engine_id}: {EngineShape.from_engine(engine)}")
+    named = {
+        "model": facts.model,
+        "fingerprint": facts.fingerprint,
+        "dtype": facts.dtype,
+        "cache": facts.cache_dtype,
+        "quantisation": facts.quantization,
+        "speculative": facts.speculative,
+    }
+    for index, group in enumerate(engine.groups):
+        named[f"group {index}"] = format_group(group)
+    for name, value in named.items():
         print_line(f"  {name:<13} {value}")
-    for index, group in enumerate(engine_json.groups):
-        print_line(f"  {f'group {index}':<13} {format_group(group)}")
-    rows = (
-        (
-            str(shard.place),
-            worker.memory,
-            str(worker.device),
-            span(shard.layers),
-            span(shard.heads),
-            format_tokens(shard.interleave),
-            str(len(worker.tensors)),
-            binary_bytes(shard.cache_bytes),
-        )
-        for worker, shard in zip(engine_json.workers, side.workers, strict=True)
-    )
-    print_table(
-        (
-            "worker",
-            "memory",
-            ">device",
-            "layers",
-            "heads",
-            "tokens",
-            ">tensors",
-            ">cache",
-        ),
-        rows,
-    )
+    rows = []
+    for worker, shard in zip(engine.workers, side_of(engine).workers, strict=True):
+        row = {
+            "worker": str(shard.place),
+            "memory": worker.memory,
+            ">device": str(worker.device),
+            "layers": span(shard.layers),
+            "heads": span(shard.heads),
+            "tokens": format_tokens(shard.interleave),
+            ">tensors": str(len(worker.tensors)),
+            ">cache": binary_bytes(shard.cache_bytes),
+        }
+        rows.append(row)
+    print_table([*rows[0]], [[*row.values()] for row in rows])
 
 
-def print_sides(sides: Iterable[tuple[str, PlanSide, str]]) -> None:
-    """Print both engines: role, engine, and the short form that it was completed to, or empty."""
-    for role, side, form in sides:
-        name = role
-        # An engine of a short form has its role as its id.
-        if side.engine_id != role:
-            name = f"{role} {side.engine_id}:"
-        print_line(f"{name} {format_engine(side)}", hang=len(role) + 1)
-        if form:
-            print_line(f"{'':{len(role)}} {form}", "dim", hang=len(role) + 1)
-    print_line()
-
-
-def format_engine(side: PlanSide) -> str:
-    """An engine in one line."""
-    shape = EngineShape(
-        side.topology, side.layers, side.heads, side.dtypes, side.groups
-    )
-    return str(shape)
+def print_side(role: str, engine: EngineDescription, form: str) -> None:
+    """Print one engine of a pair, and the short form that it was completed to, or empty."""
+    name = role
+    # An engine of a short form has its role as its id.
+    if engine.engine_id != role:
+        name = f"{role} {engine.engine_id}:"
+    hang = len(role) + 1
+    print_line(f"{name} {EngineShape.from_engine(engine)}", hang=hang)
+    if form:
+        print_line(f"{'':{len(role)}} {form}", "dim", hang=hang)
