@@ -135,8 +135,8 @@ def _wait_until_recorded(traces: Path, handovers: int) -> None:
     end_s = time.monotonic() + _RECORDED_S
     while time.monotonic() < end_s:
         with suppress(InvalidTrace):  # nothing is written yet
-            found = summarize(read_recording([traces])).timelines
-            whole = [one for one in found if one.ended_ns is not None and one.held]
+            found = summarize(read_recording([traces])).handovers
+            whole = [one for one in found if one.handover_ms is not None and one.held]
             if len(whole) >= handovers:
                 return
         time.sleep(_LOOK_S)

@@ -75,7 +75,7 @@ def pages() -> dict[Path, str]:
         for name, tables in parts.items():
             found[DOCS / name] = with_output(filled((DOCS / name).read_text(), tables))
         found[DOCS / "plan.svg"] = drawn(f"plan {' '.join(PICTURED)} --svg", "plan.svg")
-        slowest = summarize(read_recording(["traces"])).timelines[:PICTURED_HANDOVERS]
+        slowest = summarize(read_recording(["traces"])).handovers[:PICTURED_HANDOVERS]
         found[DOCS / "timelines.svg"] = timelines_picture.picture(slowest)
     return found
 

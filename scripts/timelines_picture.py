@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from kvferry.cli.formatting import format_time
 from kvferry.cli.trace.report import format_result, name_of
 from kvferry.trace.events import Phase
-from kvferry.trace.timeline import Span, Timeline
+from kvferry.trace.handover import Handover, Span
 
 # Waiting is pale or warm, work is saturated.
 _COLOURS = {
@@ -36,21 +36,21 @@ _COLOURS = {
 _ROW_INCHES = 0.27
 
 
-def picture(timelines: Sequence[Timeline]) -> str:
+def picture(handovers: Sequence[Handover]) -> str:
     """An SVG document with a row for each handover, in this order."""
-    with drawn_as_svg((10.4, 1.3 + _ROW_INCHES * len(timelines))) as (figure, written):
+    with drawn_as_svg((10.4, 1.3 + _ROW_INCHES * len(handovers))) as (figure, written):
         before, after = figure.subplots(1, 2, sharey=True, width_ratios=(1, 3.4))
         shown: set[Phase] = set()
-        for row, timeline in enumerate(timelines):
-            shown |= _draw(before, timeline.before, timeline.zero_ns, row)
-            shown |= _draw(after, timeline.path, timeline.zero_ns, row)
-            _write_result(after, timeline, row)
+        for row, handover in enumerate(handovers):
+            shown |= _draw(before, handover.before, row)
+            shown |= _draw(after, handover.path, row)
+            _write_result(after, handover, row)
         before.set_yticks(
-            range(len(timelines)), [name_of(timeline) for timeline in timelines]
+            range(len(handovers)), [name_of(handover) for handover in handovers]
         )
         before.invert_yaxis()
         before.set(
-            title=f"The {len(timelines)} slowest handovers of the example",
+            title=f"The {len(handovers)} slowest handovers of the example",
             xlabel="ms until the prompt is computed",
         )
         before.set_xlim(right=0)
@@ -68,15 +68,14 @@ def picture(timelines: Sequence[Timeline]) -> str:
     return written.getvalue()
 
 
-def _draw(axes: Axes, spans: Iterable[Span], zero_ns: int, row: int) -> set[Phase]:
+def _draw(axes: Axes, spans: Iterable[Span], row: int) -> set[Phase]:
     """A row of bars; returns the phases that it shows."""
     phases = set()
     for span in spans:
-        begun_ms = (span.begun_ns - zero_ns) / 1e6
         axes.barh(
             row,
-            span.lasted_ns / 1e6,
-            left=begun_ms,
+            span.lasted_ms,
+            left=span.begun_ms,
             height=0.6,
             color=_COLOURS[span.phase],
         )
@@ -84,10 +83,11 @@ def _draw(axes: Axes, spans: Iterable[Span], zero_ns: int, row: int) -> set[Phas
     return phases
 
 
-def _write_result(axes: Axes, timeline: Timeline, row: int) -> None:
+def _write_result(axes: Axes, handover: Handover, row: int) -> None:
     """The duration and what was loaded, behind the last bar."""
-    if timeline.lasted_ns is None:
+    if handover.handover_ms is None:
         return
-    ended_ms = max(span.ended_ns - timeline.zero_ns for span in timeline.path) / 1e6
-    text = f" {format_time(timeline.lasted_ns)}, {format_result(timeline)}"
+    ended_ms = max(span.ended_ms for span in handover.path)
+    lasted = format_time(handover.handover_ms * 1e6)
+    text = f" {lasted}, {format_result(handover)}"
     axes.text(ended_ms, row, text, va="center", color="#5b5a57", clip_on=False)

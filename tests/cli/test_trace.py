@@ -6,13 +6,11 @@ import gzip
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvferry.cli.formatting import format_time
 from kvferry.cli.trace.command import HANDOVERS_OF_A_TRACE
 from kvferry.cli.trace.report import short_id
-from kvferry.trace.events import LoadEnded
 from tests.cli.command import refused, run
 from tests.trace.example import STREAMED, write_example
 from tests.trace.simulated import MS, Simulation, Times
@@ -166,13 +164,7 @@ def test_names_of_clients_are_text_without_control_characters(tmp_path: Path) ->
         reason="<i>&",
         recomputed="<b onclick=x>",
     )
-    consumer.workers[0].started = msgspec.structs.replace(
-        consumer.workers[0].started, place="<u>&"
-    )
-    for worker in consumer.workers:
-        worker.events[:] = [
-            event for event in worker.events if isinstance(event, LoadEnded)
-        ]
+    consumer.workers[0].restarted(place="<u>&")
     for number, process in enumerate(simulation.processes()):
         unknown = b'{"event":"<script>alert(2)</script>\\u202e"}\n'
         (tmp_path / f"{number}.jsonl").write_bytes(process.lines() + unknown)

@@ -530,9 +530,9 @@ def test_what_is_asked_and_what_becomes_of_it_is_recorded(
         "PrefixAsked tokens=256",
         "PrefixNotPulled reason=no_prefix",
     ]
-    (timeline,) = summarize(read_recording([folder])).timelines
-    assert timeline.to_load[0].phase is Phase.PREFIX_QUERY
-    assert timeline.outcome == "loaded"
+    summary = summarize(read_recording([folder]))
+    assert summary.handovers[0].path[0].phase is Phase.PREFIX_QUERY
+    assert summary.outcomes == {"loaded": 1}
 
 
 # With the other end.

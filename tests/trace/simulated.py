@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry.trace.clocks import compare
+from kvferry.trace.clocks import align
 from kvferry.trace.events import (
     TRACE_VERSION,
     AnyEvent,
     ChunkSpan,
     DecodeArrived,
     DecodeScheduled,
+    Event,
     Finished,
     LeaseOver,
     LoadEnded,
@@ -32,9 +34,8 @@ from kvferry.trace.events import (
     StageSpan,
     TracedLease,
 )
-from kvferry.trace.handover import Handover, match
-from kvferry.trace.reading import Process
-from kvferry.trace.timeline import Timeline, make_timeline
+from kvferry.trace.handover import Handover
+from kvferry.trace.joining import join
 
 MS = 1_000_000
 BEGIN_NS = 1_790_000_000_000_000_000
@@ -47,6 +48,7 @@ STAGES = {
     "fence_again": MS // 5,
 }
 _encode = msgspec.json.Encoder().encode_lines
+EventT = TypeVar("EventT", bound=Event)
 
 
 @dataclass(eq=False)
@@ -57,15 +59,35 @@ class SimulatedProcess:
     ahead_ns: int
     events: list[AnyEvent] = field(default_factory=list)
 
+    def record(self, kind: type[AnyEvent], true_ns: int, **fields: Any) -> None:
+        """Record an event of a true time."""
+        self.events.append(kind(at_ns=true_ns + self.ahead_ns, **fields))
+
+    def the(self, kind: type[EventT]) -> EventT:
+        """The only event of a kind."""
+        (event,) = (event for event in self.events if isinstance(event, kind))
+        return event
+
     def forget(self, *kinds: type) -> None:
         """Nothing of these kinds was recorded."""
         self.events[:] = [one for one in self.events if not isinstance(one, kinds)]
 
+    def replace(self, event: AnyEvent, **fields: Any) -> None:
+        """Change what was recorded of an event."""
+        changed = msgspec.structs.replace(event, **fields)
+        self.events[self.events.index(event)] = changed
+
+    def restarted(self, **fields: Any) -> None:
+        """Change what the process says of itself."""
+        self.started = msgspec.structs.replace(self.started, **fields)
+
+    def in_order(self) -> list[AnyEvent]:
+        """Its events by time."""
+        return sorted(self.events, key=lambda event: event.at_ns)
+
     def lines(self) -> bytes:
         """Its file."""
-        return bytes(
-            _encode([self.started, *sorted(self.events, key=lambda event: event.at_ns)])
-        )
+        return bytes(_encode([self.started, *self.in_order()]))
 
 
 @dataclass(eq=False)
@@ -102,41 +124,39 @@ class Times:
         return {**STAGES, **self.stages.get(number, {})}
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """A part of a prompt that is read while the rest is computed."""
+
+    complete_ns: int
+    stop_token: int
+
+
 class Simulation:
     """Any number of engines."""
 
     def __init__(self) -> None:
         self.engines: list[SimulatedEngine] = []
-        self._boots = itertools.count(1)
         self._epochs = itertools.count(1)
 
     def engine(
-        self,
-        name: str,
-        *,
-        workers: int = 1,
-        host: str = "",
-        ahead_ns: int = 0,
+        self, name: str, *, workers: int = 1, host: str = "", ahead_ns: int = 0
     ) -> SimulatedEngine:
         """One more engine, on a host of its own, whose clock is ahead of the truth."""
-        boot = f"{next(self._boots):032x}"
-        places = ["", *(f"tp{number}" for number in range(workers))]
-        processes = [
-            SimulatedProcess(
-                ProcessStarted(
-                    at_ns=BEGIN_NS,
-                    trace_version=TRACE_VERSION,
-                    part=ProcessRole.WORKER if place else ProcessRole.SCHEDULER,
-                    engine_id=name,
-                    boot="" if place else boot,
-                    host=host or f"host-of-{name}",
-                    pid=100 + number,
-                    place=place,
-                ),
-                ahead_ns,
+        boot = f"{len(self.engines) + 1:032x}"
+        processes = []
+        for number, place in enumerate(["", *(f"tp{rank}" for rank in range(workers))]):
+            started = ProcessStarted(
+                at_ns=BEGIN_NS,
+                trace_version=TRACE_VERSION,
+                part=ProcessRole.WORKER if place else ProcessRole.SCHEDULER,
+                engine_id=name,
+                boot="" if place else boot,
+                host=host or f"host-of-{name}",
+                pid=100 + number,
+                place=place,
             )
-            for number, place in enumerate(places)
-        ]
+            processes.append(SimulatedProcess(started, ahead_ns))
         engine = SimulatedEngine(name, boot, processes[0], processes[1:])
         self.engines.append(engine)
         return engine
@@ -168,35 +188,32 @@ class Simulation:
         """
         times = times or Times()
         lease = TracedLease(boot=producer.boot, epoch=f"{next(self._epochs):015x}")
-        theirs = producer.scheduler
+        theirs = producer.scheduler.record
+        of_lease = {"request": request, "lease": lease}
         now = BEGIN_NS + at_ns
-        record(theirs, PrefillArrived(at_ns=now, request=request, tokens=tokens))
+        theirs(PrefillArrived, now, request=request, tokens=tokens)
         now += times.prefill_queue
-        record(theirs, PrefillScheduled(at_ns=now, request=request, lease=lease))
+        theirs(PrefillScheduled, now, **of_lease)
+        given_ns = now + times.prefill
         chunks = []
         for step in range(steps):
             stop_token = (step + 1) * tokens // steps
             begun_ns = now + step * times.prefill // steps
-            record(theirs, PrefillStep(at_ns=begun_ns, lease=lease, tokens=stop_token))
-            chunks.append((now + (step + 1) * times.prefill // steps, stop_token))
-        given_ns = now + times.prefill
-        record(
-            theirs,
-            ParamsGiven(at_ns=given_ns, request=request, lease=lease, tokens=tokens),
-        )
+            theirs(PrefillStep, begun_ns, lease=lease, tokens=stop_token)
+            ended_ns = now + (step + 1) * times.prefill // steps
+            chunks.append(_Chunk(ended_ns, stop_token))
+        theirs(ParamsGiven, given_ns, **of_lease, tokens=tokens)
         if consumer is None:
-            over_ns = given_ns + times.kept
-            record(
-                theirs, LeaseOver(at_ns=over_ns, request=request, lease=lease, how=how)
-            )
+            theirs(LeaseOver, given_ns + times.kept, **of_lease, how=how)
             return lease
-        ours = consumer.scheduler
+        ours = consumer.scheduler.record
         name = decode_request or f"{request}-d"
         if not steps:
             now = given_ns
         now += times.router
-        arrived = DecodeArrived(
-            at_ns=now,
+        ours(
+            DecodeArrived,
+            now,
             request=name,
             lease=lease,
             producer=producer.name,
@@ -204,40 +221,27 @@ class Simulation:
             tokens=tokens,
             is_early=steps > 0,
         )
-        record(ours, arrived)
         now += times.decode_queue
         if not recomputed or reason:
-            record(
-                ours,
-                LoadOrdered(at_ns=now, request=name, first_token=0, stop_token=tokens),
-            )
-            ended = LoadEnded(
-                at_ns=0,
-                request=name,
-                producer=producer.name,
-                stages=(),
-                reason=reason,
-                bytes=0 if reason else tokens * token_bytes // len(consumer.workers),
-                descriptors=0 if reason else 64,
-            )
+            ours(LoadOrdered, now, request=name, first_token=0, stop_token=tokens)
+            num_bytes = tokens * token_bytes // len(consumer.workers)
+            loaded = {"bytes": num_bytes, "descriptors": 64}
             ends = []
             for number, worker in enumerate(consumer.workers):
                 stages = times.of_worker(number)
-                ends.append(_load(worker, ended, now + times.order, stages, chunks))
+                load: dict[str, Any] = {"request": name, "producer": producer.name}
+                load["reason"] = reason
+                if not reason:
+                    load |= loaded
+                ends.append(_load(worker, now + times.order, stages, chunks, load))
             now = max(ends) + times.report
-            record(ours, LoadReported(at_ns=now, request=name, good=not reason))
-            over_ns = max(ends) + times.kept
-            record(
-                theirs, LeaseOver(at_ns=over_ns, request=request, lease=lease, how=how)
-            )
+            ours(LoadReported, now, request=name, good=not reason)
+            theirs(LeaseOver, max(ends) + times.kept, **of_lease, how=how)
         if recomputed:
-            record(
-                ours,
-                Recomputed(at_ns=now, request=name, reason=recomputed, lease=lease),
-            )
+            ours(Recomputed, now, request=name, reason=recomputed, lease=lease)
         now += times.first_step
-        record(ours, DecodeScheduled(at_ns=now, request=name))
-        record(ours, Finished(at_ns=now + 50 * MS, request=name))
+        ours(DecodeScheduled, now, request=name)
+        ours(Finished, now + 50 * MS, request=name)
         return lease
 
     def processes(self) -> list[SimulatedProcess]:
@@ -248,22 +252,15 @@ class Simulation:
             for process in (engine.scheduler, *engine.workers)
         ]
 
-    def read(self) -> list[Process]:
-        """Their files, as they are read."""
-        return [
-            Process("", one.started, sorted(one.events, key=lambda event: event.at_ns))
-            for one in self.processes()
-        ]
+    def joined(self) -> list[Handover]:
+        """What is recorded of each handover, with the times of different clocks."""
+        return join({one.started: one.in_order() for one in self.processes()})
 
     def handovers(self) -> list[Handover]:
-        """The handovers that their recordings show."""
-        return match(self.read())
-
-    def timelines(self) -> list[Timeline]:
-        """On clocks that were compared."""
-        found = self.handovers()
-        clocks = compare(found)
-        return [make_timeline(handover, clocks) for handover in found]
+        """On aligned clocks."""
+        handovers = self.joined()
+        align(handovers)
+        return handovers
 
     def write(self, folder: Path) -> Path:
         """One file a process, in a folder an engine."""
@@ -285,63 +282,46 @@ def engine_pair(
     return simulation, producer, simulation.engine("d", workers=workers)
 
 
-def record(process: SimulatedProcess, event: AnyEvent) -> None:
-    """Record an event of a true time."""
-    process.events.append(
-        msgspec.structs.replace(event, at_ns=event.at_ns + process.ahead_ns)
-    )
-
-
 def _load(
     worker: SimulatedProcess,
-    ended: LoadEnded,
     begun_ns: int,
     stages: dict[str, int],
-    chunks: Sequence[tuple[int, int]],
+    chunks: list[_Chunk],
+    load: dict[str, Any],
 ) -> int:
-    """A worker's load; gives its true end.
-
-    Args:
-        chunks: when each part of the prompt is complete, and up to which token it goes.
-    """
+    """A worker's load; gives its true end."""
     reads = []
-    read_ns = 0
-    ready_ns = begun_ns
-    for complete_ns, stop_token in chunks:
-        ready_ns = max(ready_ns, complete_ns)
-        read_ns = stages["reading"] // len(chunks)
-        read = ChunkSpan(
-            stop_token=stop_token,
-            begun_ns=ready_ns + worker.ahead_ns,
-            ended_ns=ready_ns + read_ns + worker.ahead_ns,
-        )
-        reads.append(read)
-        ready_ns += read_ns
+    now = begun_ns
+    for chunk in chunks:
+        now = max(now, chunk.complete_ns)
+        ended_ns = now + stages["reading"] // len(chunks)
+        span = {
+            "begun_ns": now + worker.ahead_ns,
+            "ended_ns": ended_ns + worker.ahead_ns,
+        }
+        reads.append(ChunkSpan(stop_token=chunk.stop_token, **span))
+        now = ended_ns
     if chunks:
-        fence_ns = max(0, chunks[0][0] - begun_ns)
-        reading_ns = ready_ns - begun_ns - fence_ns
+        fence_ns = max(0, chunks[0].complete_ns - begun_ns)
         stages = {
             "fence": fence_ns,
-            "reading": reading_ns,
+            "reading": now - begun_ns - fence_ns,
             "fence_again": stages["fence_again"],
         }
+    if load["reason"]:
+        stages = dict(itertools.islice(stages.items(), 3))
     spans = []
-    end_ns = begun_ns
-    for stage, lasted_ns in list(stages.items())[: 3 if ended.reason else None]:
-        at_ns = end_ns + worker.ahead_ns
+    now = begun_ns
+    for stage, lasted_ns in stages.items():
+        at_ns = now + worker.ahead_ns
+        ended_ns = at_ns + lasted_ns
         spans.append(
-            StageSpan(
-                stage=Phase[stage.upper()], begun_ns=at_ns, ended_ns=at_ns + lasted_ns
-            )
+            StageSpan(stage=Phase[stage.upper()], begun_ns=at_ns, ended_ns=ended_ns)
         )
-        end_ns += lasted_ns
-    early_parts = max(0, len(chunks) - 1)
-    event = msgspec.structs.replace(
-        ended,
-        at_ns=end_ns,
-        stages=tuple(spans),
-        early_bytes=ended.bytes * early_parts // max(1, len(chunks)),
-        chunks=tuple(reads),
-    )
-    record(worker, event)
-    return end_ns
+        now += lasted_ns
+    if chunks:
+        # All but the last chunk are read before the prompt is computed.
+        early_bytes = load.get("bytes", 0) * (len(chunks) - 1) // len(chunks)
+        load = {**load, "early_bytes": early_bytes, "chunks": tuple(reads)}
+    worker.record(LoadEnded, now, stages=tuple(spans), **load)
+    return now

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-import re
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.trace.clocks import Clocks, causes, clock_of, compare, reference_of
-from kvferry.trace.timeline import make_timeline
+from kvferry.trace.clocks import Clock, align, ordered_moments
 from tests.trace.simulated import MS, Simulation, Times, engine_pair
 
 SKEWS = st.lists(st.integers(-500 * MS, 500 * MS), min_size=3, max_size=6)
@@ -42,43 +39,56 @@ def test_after_the_shifts_nothing_happens_before_its_cause(
     skews: list[int], draw: random.Random
 ) -> None:
     simulation = simulated(skews, draw)
-    ahead = {
-        clock_of(process.started): process.ahead_ns
-        for process in simulation.processes()
-    }
-    found = simulation.handovers()
-    clocks = compare(found)
-    for handover in found:
-        reference = reference_of(handover)
-        for before, after in causes(handover):
-            before_ns = before.at_ns - clocks.ahead_ns.get((before.clock, reference), 0)
-            after_ns = after.at_ns - clocks.ahead_ns.get((after.clock, reference), 0)
-            assert before_ns <= after_ns
-    for (clock, reference), ahead_ns in clocks.ahead_ns.items():
-        truth_ns = ahead[clock] - ahead[reference]
-        assert 0 < ahead_ns <= truth_ns or truth_ns <= ahead_ns < 0, "the least shift"
-    assert len(clocks.notes) == len(clocks.ahead_ns)
+    ahead_ns = {one.started: one.ahead_ns for one in simulation.processes()}
+    handovers = simulation.joined()
+    notes = align(handovers)
+    shifted = set()
+    for handover in handovers:
+        reference = handover.reference
+        by_clock = {}
+        for process, shift_ns in handover.shift_ns.items():
+            behind_ns = ahead_ns[reference] - ahead_ns[process]
+            assert 0 <= shift_ns <= behind_ns or behind_ns <= shift_ns <= 0
+            by_clock[Clock.of(process)] = shift_ns
+            if shift_ns:
+                shifted.add((process.engine_id, reference.engine_id))
+        for before, after in ordered_moments(handover):
+            before_ns = before.at_ns + by_clock.get(before.clock, 0)
+            assert before_ns <= after.at_ns + by_clock.get(after.clock, 0)
+    assert len(notes) == len(shifted)
 
 
 def test_a_producer_that_is_ahead_is_put_back_and_reported() -> None:
-    simulation = Simulation()
-    producer, consumer = (
-        simulation.engine("p", ahead_ns=20 * MS),
-        simulation.engine("d"),
-    )
+    simulation, producer, consumer = engine_pair()
+    producer.scheduler.ahead_ns = 20 * MS
     simulation.handover(producer, consumer, times=Times(router=3 * MS, kept=MS))
-    (handover,) = simulation.handovers()
-    clocks = compare([handover])
-    assert clocks.notes == (
+    assert align(simulation.joined()) == [
         "clocks of p on host-of-p and d on host-of-d differ by at least 17.000 ms "
-        "and at most 21.000 ms: shifted",
-    )
-    timeline = make_timeline(handover, clocks)
-    assert [(span.phase, span.lasted_ns) for span in timeline.path[:2]] == [
-        ("router", 0),
-        ("decode_queue", MS),
+        "and at most 21.000 ms: shifted"
     ]
-    assert timeline.before[-1].ended_ns == timeline.path[0].begun_ns == timeline.zero_ns
+    (handover,) = simulation.handovers()
+    assert [(span.phase, span.lasted_ms) for span in handover.path[:2]] == [
+        ("router", 0),
+        ("decode_queue", 1),
+    ]
+    assert handover.before[-1].ended_ms == handover.path[0].begun_ms == 0
+
+
+def test_hosts_of_one_engine_have_clocks_of_their_own() -> None:
+    simulation, producer, consumer = engine_pair(workers=2)
+    consumer.workers[1].restarted(host="second")
+    consumer.workers[1].ahead_ns = -30 * MS
+    simulation.handover(producer, consumer)
+    (note,) = align(simulation.joined())
+    assert note.startswith(
+        "clocks of d on second and d on host-of-d differ by at least 29.5"
+    )
+    (handover,) = simulation.handovers()
+    (ordered_ms,) = (
+        span.ended_ms for span in handover.path if span.phase == "decode_queue"
+    )
+    # Shifted to its order, and no more.
+    assert handover.workers[1].stages[0].begun_ms == ordered_ms
 
 
 def test_a_clock_that_was_set_meanwhile_leaves_all_other_pairs_shifted() -> None:
@@ -86,23 +96,21 @@ def test_a_clock_that_was_set_meanwhile_leaves_all_other_pairs_shifted() -> None
     other = simulation.engine("other", ahead_ns=20 * MS)
     for number, ahead_ns in enumerate((0, 400 * MS)):
         producer.scheduler.ahead_ns = ahead_ns
-        simulation.handover(
-            producer, consumer, number * 1000 * MS, request=f"r{number}"
-        )
+        at_ns = number * 1000 * MS
+        simulation.handover(producer, consumer, at_ns, request=f"r{number}")
     simulation.handover(other, consumer, request="r3")
-    found = simulation.handovers()
-    clocks = compare(found)
-    contradiction, difference = clocks.notes
+    handovers = simulation.joined()
+    contradiction, difference = align(handovers)
     # By the later params the producer is ahead by 400 - 3 ms or more, by the earlier end of a lease by 1 ms or less.
-    assert re.fullmatch(
-        r"clocks of p on host-of-p and d on host-of-d contradict themselves by 396\.000 ms: "
-        "one was set meanwhile, and nothing is shifted between them",
-        contradiction,
+    assert contradiction == (
+        "clocks of p on host-of-p and d on host-of-d contradict themselves by 396.000 ms: "
+        "one was set meanwhile, and nothing is shifted between them"
     )
     assert "other on host-of-other and d on host-of-d differ" in difference
-    assert list(clocks.ahead_ns.values()) == [17 * MS]
-    for handover in found:
-        assert all(span.lasted_ns >= 0 for span in make_timeline(handover, clocks).path)
+    for handover in handovers:
+        shift_ns = {"p": 0, "other": -17 * MS}[handover.producer.engine_id]
+        assert {*handover.shift_ns.values()} == {0, shift_ns}
+        assert all(span.lasted_ms >= 0 for span in handover.path)
 
 
 @pytest.mark.parametrize(
@@ -116,34 +124,22 @@ def test_a_clock_that_was_set_meanwhile_leaves_all_other_pairs_shifted() -> None
 def test_what_has_no_certain_order_says_nothing_about_clocks(
     times: Times, how: str, reason: str
 ) -> None:
-    simulation = Simulation()
-    consumer = simulation.engine("d", workers=2)
-    consumer.workers[1].started = msgspec.structs.replace(
-        consumer.workers[1].started, host="second"
-    )
-    simulation.handover(
-        simulation.engine("p"), consumer, times=times, reason=reason, how=how
-    )
-    assert compare(simulation.handovers()) == Clocks()
+    simulation, producer, consumer = engine_pair(workers=2)
+    consumer.workers[1].restarted(host="second")
+    simulation.handover(producer, consumer, times=times, reason=reason, how=how)
+    assert align(simulation.joined()) == []
 
 
-def test_hosts_of_one_engine_have_clocks_of_their_own() -> None:
-    simulation = Simulation()
-    consumer = simulation.engine("d", workers=2)
-    there = consumer.workers[1]
-    there.started = msgspec.structs.replace(there.started, host="second")
-    there.ahead_ns = -30 * MS
-    simulation.handover(simulation.engine("p"), consumer)
-    (handover,) = simulation.handovers()
-    clocks = compare([handover])
-    (note,) = clocks.notes
-    assert note.startswith(
-        "clocks of d on second and d on host-of-d differ by at least 29.5"
-    )
-    timeline = make_timeline(handover, clocks)
-    (ordered_ns,) = (
-        span.ended_ns for span in timeline.to_load if span.phase == "decode_queue"
-    )
-    assert timeline.workers[1].begun_ns == ordered_ns, (
-        "shifted to its order, and no more"
-    )
+@pytest.mark.parametrize(
+    ("ahead_ns", "note"),
+    [(0, ""), (70 * MS, "at least 69.000 ms"), (-70 * MS, "at least 69.000 ms")],
+)
+def test_params_that_come_before_the_end_of_the_prefill_do_not_shift_clocks(
+    ahead_ns: int, note: str
+) -> None:
+    simulation, producer, consumer = engine_pair()
+    for process in (consumer.scheduler, *consumer.workers):
+        process.ahead_ns = ahead_ns
+    times = Times(router=MS, stages={0: {"reading": 32 * MS}})
+    simulation.handover(producer, consumer, times=times, steps=8)
+    assert note in " ".join(align(simulation.joined()))

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.trace.events import PrefillStep
+from kvferry.trace.handover import Handover
 from kvferry.trace.perfetto import perfetto_trace
-from kvferry.trace.timeline import Timeline
 from tests.trace.simulated import MS, Simulation, Times, engine_pair
 
 _Event = dict[str, Any]
 
 
-def traced(timelines: list[Timeline]) -> list[_Event]:
+def traced(handovers: list[Handover]) -> list[_Event]:
     """The events, after a check of the format's rules."""
-    document = json.loads(b"".join(perfetto_trace(timelines)))
+    document = json.loads(b"".join(perfetto_trace(handovers)))
     assert set(document) == {"displayTimeUnit", "traceEvents"}
     assert document["displayTimeUnit"] == "ms"
     events: list[_Event] = document["traceEvents"]
@@ -114,19 +114,19 @@ def test_any_recording_becomes_a_valid_trace(
     for process in simulation.processes():
         process.events[:] = [event for event in process.events if draw.random() > 0.1]
         num_steps += sum(isinstance(event, PrefillStep) for event in process.events)
-    timelines = simulation.timelines()
-    events = traced(timelines)
+    handovers = simulation.handovers()
+    events = traced(handovers)
     # A prompt of which only steps are left has no request to be shown for.
     shown = sum(
         event["ph"] == "b" and event["name"] == "prefill step" for event in events
     )
-    assert shown == sum(len(timeline.steps) for timeline in timelines) <= num_steps
+    assert shown == sum(len(handover.steps) for handover in handovers) <= num_steps
 
 
 def test_a_request_is_in_a_track_of_each_part_with_its_ids_and_phases() -> None:
     simulation, producer, consumer = engine_pair(workers=2)
     simulation.handover(producer, consumer, request="r", decode_request="s")
-    events = traced(simulation.timelines())
+    events = traced(simulation.handovers())
     tracks = slices_of(events)
     assert {
         name: [piece[0] for piece in pieces] for name, pieces in tracks.items()
@@ -158,7 +158,7 @@ def test_a_request_is_in_a_track_of_each_part_with_its_ids_and_phases() -> None:
 def test_arrows_lead_from_the_prefill_to_the_handover_and_to_every_worker() -> None:
     simulation, producer, consumer = engine_pair(workers=2)
     simulation.handover(producer, consumer)
-    tracks = slices_of(traced(simulation.timelines()))
+    tracks = slices_of(traced(simulation.handovers()))
     begins = [
         track for track, ((*_, event),) in tracks.items() if event.get("flow_out")
     ]
@@ -174,7 +174,7 @@ def test_where_clocks_contradict_no_arrow_leads_back_in_time() -> None:
         simulation.handover(
             producer, consumer, number * 1000 * MS, decode_request=f"s{number}"
         )
-    tracks = slices_of(traced(simulation.timelines()))
+    tracks = slices_of(traced(simulation.handovers()))
     loads = {
         request: event.get("flow_in")
         for request, *_, event in tracks["d: loads of tp0"]

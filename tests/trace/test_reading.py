@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.cli.trace.report import as_json
 from kvferry.trace.events import Dropped
 from kvferry.trace.reading import InvalidTrace, Recording, read_recording
 from kvferry.trace.summary import summarize
@@ -24,7 +25,7 @@ def one_handover() -> Simulation:
 
 
 def events(recording: Recording) -> int:
-    return sum(len(process.events) for process in recording.processes)
+    return sum(map(len, recording.processes.values()))
 
 
 def test_folders_are_searched_to_the_bottom_and_nothing_is_read_twice(
@@ -40,27 +41,27 @@ def test_folders_are_searched_to_the_bottom_and_nothing_is_read_twice(
     assert events(recording) == sum(
         len(process.events) for process in simulation.processes()
     )
-    assert recording.damage == ()
-
-
-def test_of_two_copies_the_longer_counts(tmp_path: Path) -> None:
-    lines = one_handover().processes()[0].lines().splitlines(keepends=True)
-    (tmp_path / "a.jsonl").write_bytes(b"".join(lines[:-1]))
-    (tmp_path / "b.jsonl").write_bytes(b"".join(lines))
-    recording = read_recording([tmp_path])
-    assert [len(process.events) for process in recording.processes] == [len(lines) - 1]
-    assert "a.jsonl: left out: a copy of " in str(recording.damage[0])
+    assert recording.problems == ()
 
 
 def test_both_halves_of_a_file_that_was_full_are_one_process(tmp_path: Path) -> None:
-    header, *lines = one_handover().processes()[0].lines().splitlines(keepends=True)
+    process = one_handover().processes()[0]
+    header, *lines = process.lines().splitlines(keepends=True)
     (tmp_path / "w.jsonl").write_bytes(header + b"".join(lines[2:]))
     (tmp_path / "w.old.jsonl").write_bytes(header + b"".join(lines[:2]))
-    (process,) = read_recording([tmp_path]).processes
-    assert [event.at_ns for event in process.events] == sorted(
-        event.at_ns for event in process.events
-    )
-    assert len(process.events) == len(lines)
+    recording = read_recording([tmp_path])
+    assert recording.processes == {process.started: process.in_order()}
+
+
+def test_two_copies_of_a_file_are_shown_like_one(tmp_path: Path) -> None:
+    simulation = one_handover()
+    simulation.write(tmp_path)
+    once = as_json(summarize(read_recording([tmp_path])), 1)
+    for number, process in enumerate(simulation.processes()):
+        first_lines = process.lines().splitlines(keepends=True)[:3]
+        (tmp_path / f"earlier{number}.jsonl").write_bytes(b"".join(first_lines))
+        (tmp_path / f"later{number}.jsonl").write_bytes(process.lines())
+    assert as_json(summarize(read_recording([tmp_path])), 1) == once
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
@@ -72,9 +73,8 @@ def test_of_a_killed_process_only_the_last_line_is_lost(
     recording = read_recording([tmp_path])
     assert events(recording) == whole.count(b"\n") - 2
     lines = whole.count(b"\n")
-    assert str(recording.damage[0]).endswith(
-        f"w.jsonl: line {lines}: cut off in the middle"
-    )
+    (problem,) = recording.problems
+    assert problem.endswith(f"w.jsonl: line {lines}: cut off in the middle")
 
 
 def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
     (tmp_path / "w.jsonl").write_bytes(whole[:-1])
     recording = read_recording([tmp_path])
     assert events(recording) == whole.count(b"\n") - 1
-    assert recording.damage == ()
+    assert recording.problems == ()
 
 
 _FINISHED = b'{"event":"finished",'
@@ -124,11 +124,10 @@ def test_a_hostile_line_is_named_and_all_others_are_read(
     )
     recording = read_recording([tmp_path])
     assert events(recording) == len(lines) - 1
-    (damage,) = recording.damage
-    assert (damage.line, damage.lines) == (4, 2)
-    assert "line 4 and 1 more: " in str(damage)
-    assert problem in damage.problem
-    assert len(str(damage)) < 400 + len(str(tmp_path))
+    (reported,) = recording.problems
+    assert "w.jsonl: line 4 and 1 more: " in reported
+    assert problem in reported
+    assert len(reported) < 400 + len(str(tmp_path))
 
 
 def test_what_a_later_version_wrote_is_left_out_by_name(tmp_path: Path) -> None:
@@ -143,9 +142,8 @@ def test_what_a_later_version_wrote_is_left_out_by_name(tmp_path: Path) -> None:
     (tmp_path / "old.jsonl").write_bytes(old)
     recording = read_recording([tmp_path])
     assert len(recording.processes) == 1
-    assert [one.problem for one in recording.damage] == [
-        "trace_version 2, and this command reads 1"
-    ]
+    (problem,) = recording.problems
+    assert problem.endswith("line 1: trace_version 2, and this command reads 1")
 
 
 def test_events_before_the_first_line_belong_to_no_process(tmp_path: Path) -> None:
@@ -153,17 +151,15 @@ def test_events_before_the_first_line_belong_to_no_process(tmp_path: Path) -> No
     (tmp_path / "w.jsonl").write_bytes(b"".join((*lines[:2], header, *lines[2:])))
     recording = read_recording([tmp_path])
     assert events(recording) == len(lines) - 2
-    assert recording.damage[0].lines == 2
-    assert "before any line that says which process" in recording.damage[0].problem
+    (problem,) = recording.problems
+    assert "line 1 and 1 more: an event before any line that says which" in problem
 
 
 def test_what_the_recorder_lost_is_reported(tmp_path: Path) -> None:
     simulation = one_handover()
-    simulation.processes()[0].events.append(Dropped(at_ns=BEGIN_NS, count=17))
-    recording = read_recording([simulation.write(tmp_path)])
-    assert [one.problem for one in recording.damage] == [
-        "17 events were lost before it"
-    ]
+    simulation.processes()[0].record(Dropped, BEGIN_NS + 1, count=17)
+    (problem,) = read_recording([simulation.write(tmp_path)]).problems
+    assert problem.endswith("line 3: 17 events were lost before it")
 
 
 def test_pipes_and_links_to_nowhere_are_passed_over(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The differences between the clocks of hosts, from pairs of events of which one must precede the other.
 
-A handover's times are by the clock of its consumer's scheduler, the reference. The events of all handovers between the
-reference and another clock bound how far that one is ahead. Its times are moved by the least that the bounds allow:
+A handover's times are shown by the clock of its consumer's scheduler, the reference. The events of all handovers
+between the reference and another clock bound how far that one is ahead. Its times are moved by the least that the
+bounds allow:
 
     given at 10 ms by the producer, arrived at 4 ms by the consumer: the producer is ahead by at least 6 ms
     read until 9 ms by the consumer, lease over at 20 ms by the producer: it is ahead by at most 11 ms
@@ -15,8 +16,8 @@ shifted nothing at all as soon as one clock of any engine had been set.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvferry.trace.events import (
@@ -41,6 +42,11 @@ class Clock(NamedTuple):
     engine_id: str
     host: str
 
+    @classmethod
+    def of(cls, process: ProcessStarted) -> Clock:
+        """The one that a process reads."""
+        return cls(process.engine_id, process.host)
+
     def __str__(self) -> str:
         return f"{self.engine_id} on {self.host}"
 
@@ -52,113 +58,87 @@ class Moment(NamedTuple):
     at_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """How far clocks are ahead of the reference.
+def align(handovers: Sequence[Handover]) -> list[str]:
+    """Shift each handover's times to its reference clock.
 
-    Attributes:
-        ahead_ns: by clock and reference; negative where it is behind, absent where it need not differ.
-        notes: a line for each difference, the largest first, and for each contradiction.
+    Returns:
+        a line for each difference, the largest first, and for each contradiction.
     """
-
-    ahead_ns: dict[tuple[Clock, Clock], int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    def shift_ns(self, process: ProcessStarted, handover: Handover) -> int:
-        """What a time of this process needs to be one on the handover's reference."""
-        return -self.ahead_ns.get((clock_of(process), reference_of(handover)), 0)
-
-
-def clock_of(process: ProcessStarted) -> Clock:
-    """The clock that a process reads."""
-    return Clock(process.engine_id, process.host)
-
-
-def reference_of(handover: Handover) -> Clock:
-    """The clock that a handover's times are shown by: the consumer's, without one the producer's."""
-    half = handover.decode or handover.prefill
-    if half is None:
-        return Clock("", "")
-    return clock_of(half.process)
-
-
-def compare(handovers: Iterable[Handover]) -> Clocks:
-    """Bound how far each clock is ahead by the events of all handovers that it shares with a reference."""
-    at_least: dict[tuple[Clock, Clock], float] = {}
-    at_most: dict[tuple[Clock, Clock], float] = {}
+    # By how much the first clock of a pair is ahead of the second, at least; by as much the second is behind.
+    at_least: defaultdict[tuple[Clock, Clock], float] = defaultdict(lambda: -math.inf)
+    pairs: dict[tuple[Clock, Clock], None] = {}  # of any clock and a reference
     for handover in handovers:
-        reference = reference_of(handover)
-        for before, after in causes(handover):
-            gap_ns = before.at_ns - after.at_ns
-            if after.clock == reference != before.clock:
-                pair = (before.clock, reference)
-                at_least[pair] = max(gap_ns, at_least.get(pair, -math.inf))
-            elif before.clock == reference != after.clock:
-                pair = (after.clock, reference)
-                at_most[pair] = min(-gap_ns, at_most.get(pair, math.inf))
-            # Else a worker on another host than its scheduler precedes the producer, which bounds neither of them
-            # by the reference.
+        reference = Clock.of(handover.reference)
+        for before, after in ordered_moments(handover):
+            both = (before.clock, after.clock)
+            at_least[both] = max(at_least[both], before.at_ns - after.at_ns)
+            pairs.update({(clock, reference): None for clock in both})
     ahead_ns: dict[tuple[Clock, Clock], int] = {}
     notes: list[tuple[float, str]] = []
-    for pair in at_least | at_most:
-        least_ns = at_least.get(pair, -math.inf)
-        most_ns = at_most.get(pair, math.inf)
-        clocks = f"clocks of {pair[0]} and {pair[1]}"
+    for clock, reference in pairs:
+        least_ns = at_least[clock, reference]
+        most_ns = -at_least[reference, clock]
+        if clock == reference or least_ns <= 0 <= most_ns:
+            continue
+        clocks = f"clocks of {clock} and {reference}"
         if least_ns > most_ns:
             by_ns = least_ns - most_ns
             why = "one was set meanwhile, and nothing is shifted between them"
             note = f"{clocks} contradict themselves by {_ms(by_ns)}: {why}"
             notes.append((by_ns, note))
-        elif least_ns > 0 or most_ns < 0:
-            # Only what the order of events forces is shifted: a difference within the bounds cannot be seen.
-            nearest_ns = min(max(0, least_ns), most_ns)
-            ahead_ns[pair] = int(nearest_ns)
-            farthest_ns = max(abs(least_ns), abs(most_ns))
-            note = f"{clocks} differ by at least {_ms(abs(nearest_ns))}"
-            if farthest_ns != math.inf:
-                note += f" and at most {_ms(farthest_ns)}"
-            notes.append((abs(nearest_ns), f"{note}: shifted"))
+            continue
+        # Only what the order of events forces is shifted: a difference within the bounds cannot be seen.
+        nearest_ns = min(max(0, least_ns), most_ns)
+        ahead_ns[clock, reference] = int(nearest_ns)
+        farthest_ns = max(abs(least_ns), abs(most_ns))
+        note = f"{clocks} differ by at least {_ms(abs(nearest_ns))}"
+        if farthest_ns != math.inf:
+            note += f" and at most {_ms(farthest_ns)}"
+        notes.append((abs(nearest_ns), f"{note}: shifted"))
+    if ahead_ns:
+        for handover in handovers:
+            reference = Clock.of(handover.reference)
+            for process in handover.processes:
+                pair = (Clock.of(process), reference)
+                handover.shift_ns[process] = -ahead_ns.get(pair, 0)
     notes.sort(reverse=True)
-    return Clocks(ahead_ns, tuple(note for _, note in notes))
+    return [note for _, note in notes]
 
 
 def _ms(nanoseconds: float) -> str:
     return f"{nanoseconds / 1e6:.3f} ms"
 
 
-def causes(handover: Handover) -> Iterator[tuple[Moment, Moment]]:
+def ordered_moments(handover: Handover) -> Iterator[tuple[Moment, Moment]]:
     """Pairs of moments of which the first must precede the second."""
-    arrival = handover.get(DecodeArrived)
-    lease_end = handover.get(LeaseOver)
-    report = handover.get(LoadReported)
-    given = _moment(handover, ParamsGiven)
-    if arrival is not None and arrival.is_early:
-        # Its ticket came before the prompt was computed, and after it had a lease.
-        given = _moment(handover, PrefillScheduled)
-    ordered = _moment(handover, LoadOrdered)
+    at: dict[type[RequestEvent], Moment] = {}
+    for kind, (process, event) in (handover.prefill | handover.decode).items():
+        at[kind] = Moment(Clock.of(process), event.at_ns)
     # The end of a lease follows its reads only if it was ended by them.
-    over = None
-    if lease_end is not None and lease_end.how == READ_BY_ALL:
-        over = _moment(handover, LeaseOver)
+    over = handover.get(LeaseOver)
+    if over is not None and over.how != READ_BY_ALL:
+        del at[LeaseOver]
     # A bad report does not follow all loads: some were given up, and end later.
-    reported = None
-    if report is not None and report.good:
-        reported = _moment(handover, LoadReported)
-    pairs = [(given, _moment(handover, DecodeArrived)), (ordered, over)]
-    for load in handover.loads:
-        clock = clock_of(load.process)
-        ended = Moment(clock, load.ended_ns)
-        pairs.append((ordered, Moment(clock, load.begun_ns)))
-        pairs += [(ended, reported), (ended, over)]
+    reported = handover.get(LoadReported)
+    if reported is not None and not reported.good:
+        del at[LoadReported]
+    arrived = handover.get(DecodeArrived)
+    given: type[RequestEvent] = ParamsGiven
+    if arrived is not None and arrived.is_early:
+        # Its ticket came before the prompt was computed, and after it had a lease.
+        given = PrefillScheduled
+    pairs = [
+        (at.get(given), at.get(DecodeArrived)),
+        (at.get(LoadOrdered), at.get(LeaseOver)),
+    ]
+    for process, load in handover.loads.items():
+        begun = Moment(Clock.of(process), load.begun_ns)
+        ended = Moment(Clock.of(process), load.ended_ns)
+        pairs += [
+            (at.get(LoadOrdered), begun),
+            (ended, at.get(LoadReported)),
+            (ended, at.get(LeaseOver)),
+        ]
     for before, after in pairs:
         if before is not None and after is not None:
             yield before, after
-
-
-def _moment(handover: Handover, kind: type[RequestEvent]) -> Moment | None:
-    """When the event of a type was recorded; None if it was not."""
-    for half in handover.halves:
-        event = half.get(kind)
-        if event is not None:
-            return Moment(clock_of(half.process), event.at_ns)
-    return None

@@ -31,76 +31,49 @@ class Phase(str, enum.Enum):
     """A phase of a handover, also the stages of a worker's load; `HANDOVER` is the whole, after the prefill.
 
     Attributes:
-        value: its name in JSON.
-        label: its name in tables and pictures.
+        value: its name in files and in JSON.
         meaning: a short description.
+        label: its name in tables and pictures, as in JSON unless it is given.
     """
 
-    _value_: str
     label: str
     meaning: str
 
-    def __new__(cls, value: str, label: str, meaning: str) -> Phase:
+    def __new__(cls, value: str, meaning: str, label: str = "") -> Phase:
         member = str.__new__(cls, value)
         member._value_ = value
-        member.label = label
         member.meaning = meaning
+        member.label = label or value.replace("_", " ")
         return member
 
-    def __str__(self) -> str:
-        return str(self.value)
-
-    PREFILL_QUEUE = (
-        "prefill_queue",
-        "prefill queue",
-        "the producer has no room or no step for it yet",
-    )
-    PREFILL = "prefill", "prefill", "the producer computes the prompt"
+    PREFILL_QUEUE = "prefill_queue", "the producer has no room or no step for it yet"
+    PREFILL = "prefill", "the producer computes the prompt"
     PREFILL_STEP = (
         "prefill_step",
-        "prefill step",
         "the producer computes a part of a prompt that is read meanwhile",
     )
-    HANDOVER = (
-        "handover",
-        "handover",
-        "from the prompt's end until it is loaded, or computed here",
-    )
-    ROUTER = (
-        "router",
-        "router",
-        "from the producer's answer to the consumer, by the router",
-    )
+    HANDOVER = "handover", "from the prompt's end until it is loaded, or computed here"
+    ROUTER = "router", "from the producer's answer to the consumer, by the router"
     PREFIX_QUERY = (
         "prefix_query",
-        "prefix query",
         "engines are asked whether they have the prompt's first part",
     )
-    DECODE_QUEUE = (
-        "decode_queue",
-        "decode queue",
-        "the consumer has no blocks or no step for it yet",
-    )
-    ORDER = "order", "order", "the order to load goes to the workers"
-    LOAD = "load", "load", "the workers load; their stages are not recorded"
-    QUEUED = "queued", "load queued", "the worker has other loads to do first"
+    DECODE_QUEUE = "decode_queue", "the consumer has no blocks or no step for it yet"
+    ORDER = "order", "the order to load goes to the workers"
+    LOAD = "load", "the workers load; their stages are not recorded"
+    QUEUED = "queued", "the worker has other loads to do first", "load queued"
     CONNECTING = (
-        "connecting",
         "connecting",
         "first contact with the producer, or the device is not done",
     )
-    FENCE = "fence", "fence", "the producer's worker is not ready"
-    POSTING = "posting", "posting", "reads are prepared and posted"
-    READING = "reading", "reading", "bytes are under way"
-    CHUNK_READ = (
-        "chunk_read",
-        "chunk read",
-        "the part of the prompt that is complete is read",
-    )
-    FENCE_AGAIN = "fence_again", "second fence", "check that the lease was still valid"
-    REPORT = "report", "report", "some workers have not reported to the scheduler yet"
-    FIRST_STEP = "first_step", "first step", "loaded, and not scheduled yet"
-    HELD = "held", "held", "the producer keeps the blocks"
+    FENCE = "fence", "the producer's worker is not ready"
+    POSTING = "posting", "reads are prepared and posted"
+    READING = "reading", "bytes are under way"
+    CHUNK_READ = "chunk_read", "the part of the prompt that is complete is read"
+    FENCE_AGAIN = "fence_again", "check that the lease was still valid", "second fence"
+    REPORT = "report", "some workers have not reported to the scheduler yet"
+    FIRST_STEP = "first_step", "loaded, and not scheduled yet"
+    HELD = "held", "the producer keeps the blocks"
 
 
 class ProcessRole(enum.Enum):
@@ -149,6 +122,9 @@ class TracedLease(msgspec.Struct, frozen=True, kw_only=True):
 
     boot: Hex128
     epoch: HexEpoch
+
+    def __str__(self) -> str:
+        return f"{self.boot}/{self.epoch}"
 
 
 class RequestEvent(Event, frozen=True, kw_only=True):
@@ -325,6 +301,20 @@ class LoadEnded(RequestEvent, frozen=True, kw_only=True, tag="load_ended"):
     early_bytes: Count = 0
     restarts: Count = 0
     chunks: Annotated[tuple[ChunkSpan, ...], Meta(max_length=MOST_CHUNKS)] = ()
+
+    @property
+    def begun_ns(self) -> int:
+        """When the worker received the order."""
+        if not self.stages:
+            return self.at_ns
+        return self.stages[0].begun_ns
+
+    @property
+    def ended_ns(self) -> int:
+        """When the load ended."""
+        if not self.stages:
+            return self.at_ns
+        return self.stages[-1].ended_ns
 
 
 AnyEvent = (

@@ -1,26 +1,26 @@
-"""Handovers: the events that all processes recorded of each, joined. Times are by the clock of each process.
+"""A handover: what all processes recorded of it, and its phases on one clock.
 
-Events of a producer are joined by the lease, arrivals by the request's id. A consumer's requests are joined to leases
-by the params that arrived with them, and a worker's loads to requests by engine and request id.
+Times are milliseconds after the handover's zero, the end of the prompt, by the clock of its reference.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from kvferry.trace.events import (
-    AnyEvent,
     DecodeArrived,
     DecodeScheduled,
-    Finished,
     LeaseOver,
     LoadEnded,
     LoadOrdered,
     LoadReported,
     ParamsGiven,
+    Phase,
     PrefillArrived,
     PrefillScheduled,
     PrefillStep,
@@ -30,138 +30,131 @@ from kvferry.trace.events import (
     RequestEvent,
     TracedLease,
 )
-from kvferry.trace.reading import Process
 
 EventT = TypeVar("EventT", bound=RequestEvent)
+Events = dict[type[RequestEvent], tuple[ProcessStarted, RequestEvent]]
+"""Of one request in one scheduler: the first event of each type."""
+
+_PREFILL = (Phase.PREFILL_QUEUE, Phase.PREFILL)
+# Posting counts: the first reads are under way while the others are posted.
+_READS = (Phase.POSTING, Phase.READING)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Half:
-    """The events of one request in the scheduler of one engine.
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A phase.
 
     Attributes:
-        request: its id in this engine.
-        events: the first event of each type.
+        stop_token: the token up to which a step of a prefill computed, or a read of it read; None of other phases.
     """
 
-    process: ProcessStarted
+    phase: Phase
+    begun_ms: float
+    ended_ms: float
+    stop_token: int | None = None
+
+    @property
+    def lasted_ms(self) -> float:
+        """Its length, to the nanosecond."""
+        return round(self.ended_ms - self.begun_ms, 6)
+
+
+class RequestKey(NamedTuple):
+    """A request in one engine; empty texts where it is unknown."""
+
+    engine_id: str
     request: str
-    events: dict[type[RequestEvent], RequestEvent] = field(default_factory=dict)
-
-    def add(self, event: RequestEvent) -> None:
-        """Keep an event, unless there is one of its type."""
-        # The first counts: a prompt that is preempted opens its lease again.
-        self.events.setdefault(type(event), event)
-
-    def get(self, kind: type[EventT]) -> EventT | None:
-        """The event of a type; None if it was not recorded."""
-        event = self.events.get(kind)
-        if isinstance(event, kind):
-            return event
-        return None
 
 
 @dataclass(frozen=True, slots=True)
-class LoadTrace:
-    """The events of one worker of the consumer."""
+class WorkerLoad:
+    """The load of one worker: its stages, at least one, and its reads if it followed the prefill."""
 
     process: ProcessStarted
     ended: LoadEnded
+    stages: tuple[Span, ...]
+    chunks: tuple[Span, ...]
 
     @property
-    def begun_ns(self) -> int:
-        """When the worker received the order."""
-        if not self.ended.stages:
-            return self.ended.at_ns
-        return self.ended.stages[0].begun_ns
-
-    @property
-    def ended_ns(self) -> int:
-        """When the load ended."""
-        if not self.ended.stages:
-            return self.ended.at_ns
-        return self.ended.stages[-1].ended_ns
+    def place(self) -> str:
+        """The worker's name in its engine."""
+        return self.process.place or f"pid {self.process.pid}"
 
     @property
     def figures(self) -> dict[str, int | float | str]:
         """What became of it, as plain values for JSON."""
-        ended = self.ended
         return {
-            "bytes": ended.bytes,
-            "staged_bytes": ended.staged_bytes,
-            "mapped_bytes": ended.mapped_bytes,
-            "descriptors": ended.descriptors,
-            "relayout_ms": ended.relayout_ns / 1e6,
-            "early_bytes": ended.early_bytes,
-            "restarts": ended.restarts,
-            "reason": ended.reason,
+            "bytes": self.ended.bytes,
+            "staged_bytes": self.ended.staged_bytes,
+            "mapped_bytes": self.ended.mapped_bytes,
+            "descriptors": self.ended.descriptors,
+            "relayout_ms": self.ended.relayout_ns / 1e6,
+            "early_bytes": self.ended.early_bytes,
+            "restarts": self.ended.restarts,
+            "reason": self.ended.reason,
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Handover:
-    """Both halves; one of them may not have been recorded, or not have happened.
+    """One handover. A part is empty, and a phase left out, that was not recorded or did not happen.
 
     Attributes:
-        lease: the lease that joins them; None where neither half had one.
-        loads: loads of all workers of the consumer.
-        steps: of the prefill, from the one on in which the consumer could begin to read; in order.
-
-    Texts are empty where they are unknown.
+        lease: joins both engines' parts; None where neither names one.
+        prefill: of the producer's scheduler.
+        decode: of the consumer's scheduler.
+        loads: of each worker of the consumer.
+        prefill_steps: from the one on in which the consumer could begin to read; in order, each once.
+        shift_ns: what the times of a process need to be ones by the clock of the reference.
     """
 
-    lease: TracedLease | None
-    prefill: Half | None = None
-    decode: Half | None = None
-    loads: tuple[LoadTrace, ...] = ()
-    steps: tuple[PrefillStep, ...] = ()
+    lease: TracedLease | None = None
+    prefill: Events = field(default_factory=dict)
+    decode: Events = field(default_factory=dict)
+    loads: dict[ProcessStarted, LoadEnded] = field(default_factory=dict)
+    prefill_steps: dict[tuple[ProcessStarted, PrefillStep], None] = field(
+        default_factory=dict
+    )
+    shift_ns: dict[ProcessStarted, int] = field(default_factory=dict)
 
-    @property
-    def halves(self) -> list[Half]:
-        """Those that were recorded."""
-        return [half for half in (self.prefill, self.decode) if half is not None]
+    # What was recorded.
 
     def get(self, kind: type[EventT]) -> EventT | None:
-        """The event of a type, which only one half can have; None if it was not recorded."""
-        for half in self.halves:
-            event = half.get(kind)
-            if event is not None:
-                return event
-        return None
+        """The event of a type, which only one scheduler can have; None if it was not recorded."""
+        _, event = self.prefill.get(kind) or self.decode.get(kind) or (None, None)
+        return event if isinstance(event, kind) else None
 
     @property
-    def producer_request(self) -> str:
-        """The request's id in the producer."""
-        if self.prefill:
-            return self.prefill.request
+    def producer(self) -> RequestKey:
+        """The request in the producer."""
+        for process, event in self.prefill.values():
+            return RequestKey(process.engine_id, event.request)
         arrived = self.get(DecodeArrived)
-        return arrived.remote_request if arrived else ""
+        if arrived is None:
+            return RequestKey("", "")
+        return RequestKey(arrived.producer, arrived.remote_request)
 
     @property
-    def producer(self) -> str:
-        """The producer's engine id."""
-        if self.prefill:
-            return self.prefill.process.engine_id
-        arrived = self.get(DecodeArrived)
-        return arrived.producer if arrived else ""
+    def consumer(self) -> RequestKey:
+        """The request in the consumer."""
+        for process, event in (*self.decode.values(), *self.loads.items()):
+            return RequestKey(process.engine_id, event.request)
+        return RequestKey("", "")
 
     @property
-    def consumer_request(self) -> str:
-        """The request's id in the consumer."""
-        if self.decode is None:
-            return ""
-        return self.decode.request
+    def processes(self) -> list[ProcessStarted]:
+        """Those that recorded it, of the consumer's first."""
+        of_decode = [process for process, _ in self.decode.values()]
+        of_prefill = [process for process, _ in self.prefill.values()]
+        return [*of_decode, *self.loads, *of_prefill]
 
     @property
-    def consumer(self) -> str:
-        """The consumer's engine id."""
-        if self.decode is None:
-            return ""
-        return self.decode.process.engine_id
+    def reference(self) -> ProcessStarted:
+        """The one by whose clock it is shown: the consumer's scheduler, or the first below that recorded it."""
+        return self.processes[0]
 
     @property
     def traceparent(self) -> str:
-        """The W3C trace parent of the request."""
+        """The W3C trace parent of the request; empty where it is unknown."""
         for arrived in (self.get(DecodeArrived), self.get(PrefillArrived)):
             if arrived is not None and arrived.traceparent:
                 return arrived.traceparent
@@ -170,101 +163,231 @@ class Handover:
     @property
     def tokens(self) -> int:
         """Tokens of the prompt, 0 where unknown."""
-        for event in (
-            self.get(ParamsGiven),
-            self.get(PrefillArrived),
-            self.get(DecodeArrived),
-        ):
+        given = self.get(ParamsGiven)
+        arrived = self.get(PrefillArrived)
+        for event in (given, arrived, self.get(DecodeArrived)):
             if event is not None:
                 return event.tokens
         return 0
 
+    @property
+    def is_early(self) -> bool:
+        """Whether the consumer had the params before the prompt was computed."""
+        arrived = self.get(DecodeArrived)
+        return arrived is not None and arrived.is_early
+
     def has_id(self, part: str) -> bool:
         """Whether the producer's id, the consumer's, the trace's or the lease's contains this."""
         # A part is enough: both engines' ids contain the `X-Request-Id` that the router sent them.
-        ids = [self.producer_request, self.consumer_request, self.traceparent]
-        if self.lease is not None:
-            # As Perfetto shows it in a request's details.
-            ids.append(f"{self.lease.boot}/{self.lease.epoch}")
-        return any(part in known for known in ids)
+        names = (self.producer.request, self.consumer.request, self.traceparent)
+        return any(part in name for name in (*names, str(self.lease or "")))
+
+    # Its phases.
+
+    @cached_property
+    def zero_ns(self) -> int:
+        """When the prompt was computed; where that was not recorded, when the consumer had the request."""
+        # No prompt ends for a prefix: it begins when engines are asked for it.
+        usual = (PrefixAsked, ParamsGiven, DecodeArrived, LoadOrdered, Recomputed)
+        for kind in usual:
+            at_ns = self._at_ns(kind)
+            if at_ns is not None:
+                return at_ns
+        others_ns = [event.at_ns for _, event in self.prefill.values()]
+        for process, load in self.loads.items():
+            others_ns.append(load.begun_ns + self.shift_ns.get(process, 0))
+        return min(others_ns)
+
+    @cached_property
+    def workers(self) -> tuple[WorkerLoad, ...]:
+        """Every worker's load, in the order of their places."""
+        workers = []
+        for process, load in sorted(self.loads.items(), key=_by_place):
+            stages = []
+            for stage in load.stages:
+                times = (stage.begun_ns, stage.ended_ns)
+                stages.append(self._span(process, stage.stage, *times))
+            if not stages:
+                times = (load.begun_ns, load.ended_ns)
+                stages.append(self._span(process, Phase.LOAD, *times))
+            chunks = []
+            for chunk in load.chunks:
+                times = (chunk.begun_ns, chunk.ended_ns)
+                read = self._span(process, Phase.CHUNK_READ, *times, chunk.stop_token)
+                chunks.append(read)
+            workers.append(WorkerLoad(process, load, tuple(stages), tuple(chunks)))
+        return tuple(workers)
+
+    @property
+    def last(self) -> WorkerLoad | None:
+        """The worker whose load ended last; None where no load was recorded."""
+        ended = {worker.stages[-1].ended_ms: worker for worker in self.workers[::-1]}
+        return ended[max(ended)] if ended else None
+
+    @property
+    def steps(self) -> tuple[Span, ...]:
+        """Of the prefill: a step ends where the next one begins, the last one with the prompt."""
+        given = self.get(ParamsGiven)
+        steps = [*self.prefill_steps] if self.prefill else []
+        ends_ns = [step.at_ns for _, step in steps[1:]]
+        # Where the prompt's end was not recorded, the last step has no length.
+        ends_ns += [given.at_ns] if given else [step.at_ns for _, step in steps[-1:]]
+        spans = []
+        for (process, step), ended_ns in zip(steps, ends_ns, strict=False):
+            times = (step.at_ns, ended_ns)
+            spans.append(self._span(process, Phase.PREFILL_STEP, *times, step.tokens))
+        return tuple(spans)
+
+    @property
+    def resumed_ms(self) -> float | None:
+        """When the consumer could go on, with or without a load; None where it never did."""
+        resumed = _first_known(self._at(LoadReported), self._at(Recomputed))
+        if resumed is None and self._at(LoadOrdered) is None:
+            # The consumer has all blocks already: it goes on with its first step.
+            return self._at(DecodeScheduled)
+        return resumed
+
+    @property
+    def handover_ms(self) -> float | None:
+        """From the zero until then."""
+        resumed = self.resumed_ms
+        return None if resumed is None else max(0.0, resumed)
+
+    @cached_property
+    def phases(self) -> tuple[Span, ...]:
+        """Of the prefill and then of the consumer; while workers load, the stages of the last one."""
+        given = self._at(ParamsGiven)
+        asked = self._at(PrefixAsked)
+        arrived = self._at(DecodeArrived)
+        ordered = self._at(LoadOrdered)
+        resumed = self.resumed_ms
+        if arrived is None and ordered is None:
+            # Unusable params are found at the arrival, which is not recorded then.
+            arrived = self._at(Recomputed)
+        scheduled = self._at(PrefillScheduled)
+        before = _spans(
+            (Phase.PREFILL_QUEUE, self._at(PrefillArrived), scheduled),
+            (Phase.PREFILL, scheduled, given),
+            (Phase.ROUTER, given if asked is None else None, arrived),
+            (Phase.PREFIX_QUERY, asked, arrived),
+            (Phase.DECODE_QUEUE, arrived, _first_known(ordered, resumed)),
+        )
+        last = self.last
+        if last is None:
+            # No worker has recorded its stages: the load is one phase.
+            load = _spans((Phase.LOAD, ordered, resumed))
+        else:
+            order = _spans((Phase.ORDER, ordered, last.stages[0].begun_ms))
+            report = _spans((Phase.REPORT, last.stages[-1].ended_ms, resumed))
+            load = (*order, *last.stages, *report)
+        known = _first_known(self._at(LoadReported), self._at(Recomputed))
+        first_step = _spans((Phase.FIRST_STEP, known, self._at(DecodeScheduled)))
+        return (*before, *load, *first_step)
+
+    @property
+    def before(self) -> tuple[Span, ...]:
+        """The phases until the prompt was computed."""
+        return tuple(span for span in self.phases if span.phase in _PREFILL)
+
+    @property
+    def path(self) -> tuple[Span, ...]:
+        """The critical path after that."""
+        return self.after_prefill(
+            span for span in self.phases if span.phase not in _PREFILL
+        )
+
+    def after_prefill(self, spans: Iterable[Span]) -> tuple[Span, ...]:
+        """These spans; of a consumer that had the params before the prompt's end, only their parts after the zero."""
+        if not self.is_early:
+            return tuple(spans)
+        # What overlaps with the prefill delays nobody, so it is no part of the handover.
+        parts = []
+        for span in spans:
+            if span.begun_ms >= 0 or span.ended_ms > 0:
+                parts.append(Span(span.phase, max(0.0, span.begun_ms), span.ended_ms))
+        return tuple(parts)
+
+    @property
+    def cause(self) -> Span | None:
+        """What made the handover as slow as it was: the longest phase of its critical path."""
+        return max(self.path, key=lambda span: span.lasted_ms, default=None)
+
+    @property
+    def held(self) -> Span | None:
+        """While the producer kept the prompt's blocks for the consumer."""
+        kept_from = self._at(ParamsGiven)
+        if kept_from is None and self.last is not None:
+            kept_from = self.last.stages[-1].ended_ms
+        return next(iter(_spans((Phase.HELD, kept_from, self._at(LeaseOver)))), None)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that all workers loaded."""
+        return sum(load.bytes for load in self.loads.values())
+
+    @property
+    def early_bytes(self) -> int:
+        """The part of these that was read before the prefill had ended."""
+        return min(self.bytes, sum(load.early_bytes for load in self.loads.values()))
+
+    @property
+    def gb_s(self) -> float | None:
+        """Bytes over the time in which any worker read; None where nothing was loaded, or reads waited for steps."""
+        stages = [span for worker in self.workers for span in worker.stages]
+        reads = [span for span in stages if span.phase in _READS]
+        # While a prompt is computed, reads wait for its steps: it would be the prefill's speed, not the link's.
+        if not self.bytes or not reads or self.early_bytes:
+            return None
+        begun_ms = min(span.begun_ms for span in reads)
+        ended_ms = max(span.ended_ms for span in reads)
+        if ended_ms == begun_ms:
+            return None
+        return self.bytes / (ended_ms - begun_ms) / 1e6
+
+    def _at_ns(self, kind: type[RequestEvent]) -> int | None:
+        record = self.prefill.get(kind) or self.decode.get(kind)
+        if record is None:
+            return None
+        process, event = record
+        return event.at_ns + self.shift_ns.get(process, 0)
+
+    def _at(self, kind: type[RequestEvent]) -> float | None:
+        """When the event of a type happened; None if it was not recorded."""
+        at_ns = self._at_ns(kind)
+        return None if at_ns is None else (at_ns - self.zero_ns) / 1e6
+
+    def _span(
+        self,
+        process: ProcessStarted,
+        phase: Phase,
+        begun_ns: int,
+        ended_ns: int,
+        stop_token: int | None = None,
+    ) -> Span:
+        """A phase that a process timed."""
+        zero_ns = self.zero_ns - self.shift_ns.get(process, 0)
+        # The clock may have been set back between the two.
+        ended_ns = max(begun_ns, ended_ns)
+        begun_ms = (begun_ns - zero_ns) / 1e6
+        return Span(phase, begun_ms, (ended_ns - zero_ns) / 1e6, stop_token)
 
 
-_BEGINS_DECODE = (DecodeArrived, Recomputed, LoadOrdered)
-_OF_DECODE = (*_BEGINS_DECODE, PrefixAsked, LoadReported, DecodeScheduled, Finished)
-_Key = tuple[str, str]
-"""An engine's id and a request's id in it. vLLM ends each id with random digits, so it is of one request for ever."""
+def _by_place(load: tuple[ProcessStarted, LoadEnded]) -> tuple[object, ...]:
+    process, _ = load
+    # By length first, so that tp10 comes after tp9.
+    return (len(process.place), process.place, process.host, process.pid)
 
 
-def match(processes: Iterable[Process]) -> list[Handover]:
-    """One handover for every lease and for every request that read it, in no order."""
-    records = _Records()
-    for process in processes:
-        for event in process.events:
-            records.add(process.started, event)
-    return [*records.handovers()]
+def _first_known(*times: float | None) -> float | None:
+    """The first of these times that was recorded."""
+    return next((time for time in times if time is not None), None)
 
 
-class _Records:
-    """The events of all processes, by request and by lease."""
-
-    def __init__(self) -> None:
-        self._arrived: dict[_Key, Half] = {}  # prompts that have no lease yet
-        self._prefills: dict[TracedLease, Half] = {}
-        self._steps: defaultdict[TracedLease, list[PrefillStep]] = defaultdict(list)
-        self._decodes: dict[_Key, Half] = {}
-        self._loads: defaultdict[_Key, list[LoadTrace]] = defaultdict(list)
-
-    def add(self, process: ProcessStarted, event: AnyEvent) -> None:
-        if isinstance(event, PrefillStep):
-            self._steps[event.lease].append(event)
-            return
-        if not isinstance(event, RequestEvent):
-            return
-        key = (process.engine_id, event.request)
-        if isinstance(event, LoadEnded):
-            self._loads[key].append(LoadTrace(process, event))
-        elif isinstance(event, PrefillArrived):
-            half = Half(process, event.request)
-            half.add(event)
-            self._arrived[key] = half
-        elif isinstance(event, PrefillScheduled | ParamsGiven | LeaseOver):
-            # By lease and no longer by request: a consumer knows nothing else of the producer's half.
-            if event.lease not in self._prefills:
-                arrived = self._arrived.pop(key, None)
-                self._prefills[event.lease] = arrived or Half(process, event.request)
-            self._prefills[event.lease].add(event)
-        elif isinstance(event, _OF_DECODE):
-            self._decodes.setdefault(key, Half(process, event.request)).add(event)
-
-    def handovers(self) -> Iterable[Handover]:
-        fetched: set[TracedLease] = set()
-        for key, decode in self._decodes.items():
-            # Taken out: what is left in the end has no scheduler's half.
-            loads = self._loads.pop(key, [])
-            has_begun = any(kind in decode.events for kind in _BEGINS_DECODE)
-            if not loads and not has_begun:
-                continue  # only the end of this request was recorded
-            lease = _lease_of(decode)
-            if lease is None:
-                yield Handover(None, None, decode, tuple(loads))
-                continue
-            fetched.add(lease)
-            prefill = self._prefills.get(lease)
-            steps = tuple(self._steps.get(lease, ()))
-            yield Handover(lease, prefill, decode, tuple(loads), steps)
-        # What nobody fetched is shown as well: it is what an operator looks for.
-        for lease, prefill in self._prefills.items():
-            if lease not in fetched:
-                yield Handover(lease, prefill, steps=tuple(self._steps.get(lease, ())))
-        for arrived in self._arrived.values():
-            yield Handover(None, arrived)
-        # Loads of a consumer whose scheduler has recorded nothing.
-        for (_, request), loads in self._loads.items():
-            yield Handover(None, None, Half(loads[0].process, request), tuple(loads))
-
-
-def _lease_of(decode: Half) -> TracedLease | None:
-    event = decode.get(DecodeArrived) or decode.get(Recomputed)
-    if event is None:
-        return None
-    return event.lease
+def _spans(*phases: tuple[Phase, float | None, float | None]) -> tuple[Span, ...]:
+    """Spans of the phases with both ends known."""
+    spans = []
+    for phase, begun_ms, ended_ms in phases:
+        if begun_ms is not None and ended_ms is not None:
+            # A clock may have been set back between the two.
+            spans.append(Span(phase, begun_ms, max(begun_ms, ended_ms)))
+    return tuple(spans)

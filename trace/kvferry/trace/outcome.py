@@ -25,7 +25,7 @@ _FETCHED = frozenset({"done", "release"})
 
 def outcome_of(handover: Handover) -> str:
     """One of `GOOD`, or a text that says how far it came, and why no further."""
-    if handover.decode is not None:
+    if handover.decode or handover.loads:
         return _consumer_outcome(handover)
     if not handover.get(ParamsGiven):
         return "not prefilled"
@@ -38,9 +38,7 @@ def outcome_of(handover: Handover) -> str:
 
 
 def _consumer_outcome(handover: Handover) -> str:
-    reasons = sorted(
-        {load.ended.reason for load in handover.loads if load.ended.reason}
-    )
+    reasons = sorted({load.reason for load in handover.loads.values()} - {""})
     why = f" ({', '.join(reasons)})" if reasons else ""
     recomputed = handover.get(Recomputed)
     if recomputed is not None:
@@ -61,9 +59,9 @@ def _consumer_outcome(handover: Handover) -> str:
 def missing_parts(handover: Handover) -> tuple[str, ...]:
     """Names of the parts that have recorded nothing of it, although they took part."""
     missing = []
-    if handover.prefill is None:
+    if not handover.prefill:
         missing.append("producer")
-    if handover.decode is None:
+    if not (handover.decode or handover.loads):
         # A lease that a consumer has ended shows that there was one.
         over = handover.get(LeaseOver)
         if over is not None and over.how in _FETCHED:

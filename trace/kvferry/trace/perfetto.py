@@ -14,14 +14,16 @@ is around that of the request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
 import msgspec
 
-from kvferry.trace.timeline import Span, Timeline
+from kvferry.trace.handover import Handover, Span
+from kvferry.trace.outcome import missing_parts, outcome_of
 
 _Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -32,6 +34,7 @@ class _Slice:
     """A request in one track.
 
     Attributes:
+        zero_ns: of its handover.
         details: shown by a viewer for the selected slice.
         spans: its phases, at least one; in order, none begins before the previous one ends.
         arrow: fields of the event that begins it.
@@ -40,20 +43,40 @@ class _Slice:
     engine: str
     track: str
     request: str
+    zero_ns: int
     details: _Json
-    spans: tuple[Span, ...]
+    spans: list[Span]
     arrow: _Json = field(default_factory=dict)
 
     @property
     def begun_ns(self) -> int:
-        return self.spans[0].begun_ns
+        return self._ns(self.spans[0].begun_ms)
+
+    def events(self) -> Iterator[tuple[int, _Json]]:
+        """Begins and ends in their order, with their times."""
+        ended_ns = self._ns(self.spans[-1].ended_ms)
+        request = {"name": self.request, "args": self.details, **self.arrow}
+        yield self.begun_ns, {"ph": "b", "name": self.track}
+        yield self.begun_ns, {"ph": "b", **request}
+        for span in self.spans:
+            details: _Json = {"meaning": span.phase.meaning}
+            if span.stop_token is not None:
+                details["stop_token"] = span.stop_token
+            phase = {"name": span.phase.label}
+            yield self._ns(span.begun_ms), {"ph": "b", **phase, "args": details}
+            yield self._ns(span.ended_ms), {"ph": "e", **phase}
+        yield ended_ns, {"ph": "e", "name": self.request}
+        yield ended_ns, {"ph": "e", "name": self.track}
+
+    def _ns(self, at_ms: float) -> int:
+        return self.zero_ns + round(at_ms * 1e6)
 
 
-def perfetto_trace(timelines: Iterable[Timeline]) -> Iterator[bytes]:
+def perfetto_trace(handovers: Iterable[Handover]) -> Iterator[bytes]:
     """The JSON document in pieces; times are microseconds since the first event."""
     slices: list[_Slice] = []
-    for number, timeline in enumerate(timelines, 1):
-        slices += _slices(timeline, f"{number:#x}")
+    for number, handover in enumerate(handovers, 1):
+        slices += _slices(handover, f"{number:#x}")
     # Microseconds since the epoch would leave a JSON number no digits for nanoseconds.
     zero_ns = min((piece.begun_ns for piece in slices), default=0)
     engines = sorted({piece.engine for piece in slices})
@@ -61,24 +84,14 @@ def perfetto_trace(timelines: Iterable[Timeline]) -> Iterator[bytes]:
 
     lines: list[tuple[int, bytes]] = []
     for engine, pid in pids.items():
-        named = {
-            "ph": "M",
-            "name": "process_name",
-            "pid": pid,
-            "args": {"name": engine},
-        }
-        lines.append((zero_ns, _encode(named)))
+        event = {"ph": "M", "name": "process_name", "pid": pid}
+        lines.append((zero_ns, _encode({**event, "args": {"name": engine}})))
     for number, piece in enumerate(slices, 1):
         # With an `id` that is not local to the process Perfetto puts the track beside the engines, not into one.
-        of_slice = {
-            "cat": "kvferry",
-            "pid": pids[piece.engine],
-            "id2": {"local": f"{number:#x}"},
-        }
-        for at_ns, event in _events(piece):
-            lines.append(
-                (at_ns, _encode({"ts": (at_ns - zero_ns) / 1000, **event, **of_slice}))
-            )
+        of_slice = {"pid": pids[piece.engine], "id2": {"local": f"{number:#x}"}}
+        for at_ns, event in piece.events():
+            at = {"ts": (at_ns - zero_ns) / 1000, "cat": "kvferry"}
+            lines.append((at_ns, _encode({**at, **event, **of_slice})))
     # By time alone, and stable: what begins and ends at one time keeps its nesting.
     lines.sort(key=itemgetter(0))
     # Line by line: a recording of a day has millions, and the document as one text would be as many bytes again.
@@ -90,104 +103,69 @@ def perfetto_trace(timelines: Iterable[Timeline]) -> Iterator[bytes]:
     yield b"\n]}\n"
 
 
-def _events(piece: _Slice) -> Iterator[tuple[int, _Json]]:
-    """Begins and ends in their order, with their times in ns."""
-    ended_ns = piece.spans[-1].ended_ns
-    yield piece.begun_ns, {"ph": "b", "name": piece.track}
-    yield (
-        piece.begun_ns,
-        {"ph": "b", "name": piece.request, "args": piece.details, **piece.arrow},
-    )
-    for span in piece.spans:
-        details: _Json = {"meaning": span.phase.meaning}
-        if span.stop_token is not None:
-            details["stop_token"] = span.stop_token
-        yield span.begun_ns, {"ph": "b", "name": span.phase.label, "args": details}
-        yield span.ended_ns, {"ph": "e", "name": span.phase.label}
-    yield ended_ns, {"ph": "e", "name": piece.request}
-    yield ended_ns, {"ph": "e", "name": piece.track}
-
-
-def _slices(timeline: Timeline, arrow: str) -> list[_Slice]:
+def _slices(handover: Handover, arrow: str) -> list[_Slice]:
     """The slices of one handover; its arrows have this id."""
-    handover = timeline.handover
-    details = _details(timeline)
-    producers = _tracks(
-        handover.producer,
-        handover.producer_request,
-        details,
-        {
-            "prefills": timeline.before,
-            "prefill steps": timeline.steps,
-            "blocks kept": (timeline.held,) if timeline.held else (),
-        },
-    )
-    consumers = _tracks(
-        handover.consumer,
-        handover.consumer_request,
-        details,
-        {"handovers": timeline.path},
-    )
-    reads: list[_Slice] = []
-    for worker in timeline.workers:
-        of_worker = (
-            worker.load.process.engine_id,
-            handover.consumer_request,
-            details | worker.load.figures,
-        )
-        consumers += _tracks(*of_worker, {f"loads of {worker.place}": worker.spans})
-        reads += _tracks(*of_worker, {f"reads of {worker.place}": worker.chunks})
-    if timeline.before and handover.prefill is not None:
-        prefill = producers[0]
+    zero_ns = handover.zero_ns
+    details = _details(handover)
+    producer = (*handover.producer, zero_ns, details)
+    consumer = (*handover.consumer, zero_ns)
+    prefills = _tracks(*producer, {"prefills": handover.before})
+    held = [handover.held] if handover.held else []
+    others = _tracks(*producer, {"prefill steps": handover.steps, "blocks kept": held})
+    loads = _tracks(*consumer, details, {"handovers": handover.path})
+    for worker in handover.workers:
+        of_worker = (*consumer, details | worker.figures)
+        loads += _tracks(*of_worker, {f"loads of {worker.place}": worker.stages})
+        others += _tracks(*of_worker, {f"reads of {worker.place}": worker.chunks})
+    for prefill in prefills:
         prefill.arrow = {"bind_id": arrow, "flow_out": True}
-        for piece in consumers:
+        for piece in loads:
             # Where clocks contradict each other an arrow would lead back in time, and cannot be drawn.
             if piece.begun_ns >= prefill.begun_ns:
                 piece.arrow = {"bind_id": arrow, "flow_in": True}
-    return producers + consumers + reads
+    return prefills + loads + others
 
 
 def _tracks(
-    engine: str, request: str, details: _Json, tracks: dict[str, tuple[Span, ...]]
+    engine: str,
+    request: str,
+    zero_ns: int,
+    details: _Json,
+    tracks: dict[str, Sequence[Span]],
 ) -> list[_Slice]:
     """A request's slices in the tracks of an engine in which it has any phase."""
     slices = []
     for track, spans in tracks.items():
         if spans:
-            slices.append(
-                _Slice(engine, track, request or "?", details, _in_order(spans))
-            )
+            ordered = _in_order(spans)
+            one = _Slice(engine, track, request or "?", zero_ns, details, ordered)
+            slices.append(one)
     return slices
 
 
-def _in_order(spans: Iterable[Span]) -> tuple[Span, ...]:
+def _in_order(spans: Iterable[Span]) -> list[Span]:
     """Slices must nest: none begins before the previous one ends, as damaged records may say."""
     ordered: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.begun_ns):
-        begun_ns = span.begun_ns
-        if ordered:
-            begun_ns = max(begun_ns, ordered[-1].ended_ns)
-        ended_ns = max(begun_ns, span.ended_ns)
-        ordered.append(Span(span.phase, begun_ns, ended_ns, span.stop_token))
-    return tuple(ordered)
+    free_ms = -math.inf
+    for span in sorted(spans, key=lambda span: span.begun_ms):
+        begun_ms = max(span.begun_ms, free_ms)
+        free_ms = max(span.ended_ms, begun_ms)
+        ordered.append(Span(span.phase, begun_ms, free_ms, span.stop_token))
+    return ordered
 
 
-def _details(timeline: Timeline) -> _Json:
+def _details(handover: Handover) -> _Json:
     """The ids of a request in both engines, and what became of it."""
-    handover = timeline.handover
-    lease = ""
-    if handover.lease is not None:
-        lease = f"{handover.lease.boot}/{handover.lease.epoch}"
     known = {
-        "producer": handover.producer,
-        "producer_request": handover.producer_request,
-        "consumer": handover.consumer,
-        "consumer_request": handover.consumer_request,
-        "lease": lease,
+        "producer": handover.producer.engine_id,
+        "producer_request": handover.producer.request,
+        "consumer": handover.consumer.engine_id,
+        "consumer_request": handover.consumer.request,
+        "lease": str(handover.lease or ""),
         "traceparent": handover.traceparent,
         "tokens": handover.tokens,
-        "outcome": timeline.outcome,
-        "total_bytes": timeline.bytes,
-        "missing": ", ".join(timeline.missing),
+        "outcome": outcome_of(handover),
+        "total_bytes": handover.bytes,
+        "missing": ", ".join(missing_parts(handover)),
     }
     return {name: value for name, value in known.items() if value}

@@ -7,43 +7,16 @@ are left out, counted and reported. Lines are read one by one; only the events a
 from __future__ import annotations
 
 import os
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
 
 from kvferry.protocol.errors import InputError
 from kvferry.trace.events import TRACE_VERSION, AnyEvent, Dropped, ProcessStarted
-
-
-@dataclass(slots=True)
-class Damage:
-    """A defect of a file.
-
-    Attributes:
-        line: the first line with the defect, from 1; 0 for the whole file.
-        lines: number of lines with it.
-    """
-
-    path: str
-    problem: str
-    line: int
-    lines: int = 0
-
-    def __str__(self) -> str:
-        if not self.line:
-            return f"{self.path}: {self.problem}"
-        more = f" and {self.lines - 1} more" if self.lines > 1 else ""
-        return f"{self.path}: line {self.line}{more}: {self.problem}"
-
-
-class DamageReport(dict[tuple[str, str], Damage]):
-    """Defects by file and problem, in the order in which they were found."""
-
-    def add(self, path: str, problem: str, line: int = 0) -> None:
-        """Count one defect."""
-        self.setdefault((path, problem), Damage(path, problem, line)).lines += 1
 
 
 class InvalidTrace(InputError):
@@ -54,7 +27,7 @@ class InvalidTrace(InputError):
 
 
 SUFFIX = ".jsonl"
-_SHOWN_DAMAGE = 3
+_SHOWN_PROBLEMS = 3
 _MAX_PROBLEM = 160
 """Characters of a problem, which quotes its line."""
 
@@ -62,20 +35,16 @@ _decode = msgspec.json.Decoder(AnyEvent).decode
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
-    """The events of one process, in order."""
-
-    path: str
-    started: ProcessStarted
-    events: list[AnyEvent]
-
-
-@dataclass(frozen=True, slots=True)
 class Recording:
-    """Everything that could be read."""
+    """Everything that could be read.
 
-    processes: tuple[Process, ...]
-    damage: tuple[Damage, ...]
+    Attributes:
+        processes: the events of each process in the order of their times; several times those that were copied.
+        problems: a line for each defect of each file.
+    """
+
+    processes: dict[ProcessStarted, list[AnyEvent]]
+    problems: tuple[str, ...]
 
 
 def read_recording(paths: Iterable[str | Path]) -> Recording:
@@ -85,134 +54,120 @@ def read_recording(paths: Iterable[str | Path]) -> Recording:
         InvalidTrace: a path does not exist, or no path has any events.
     """
     names = [str(path) for path in paths]
-    report = DamageReport()
+    reader = _FileReader()
     files: dict[str, None] = {}  # each once, however many paths and links lead to it
     for name in names:
-        for file in _files_of(name, report):
+        for file in reader.files_of(name):
             files[os.path.realpath(file)] = None
-    parts: dict[ProcessStarted, list[Process]] = {}
     for file in files:
-        for part in _read_file(file, report):
-            _add_part(parts.setdefault(part.started, []), part, report)
-    if not parts:
+        reader.read(file)
+    problems = reader.problems()
+    if not reader.processes:
         expected = f"files *{SUFFIX} with traces"
-        first_damage = list(report.values())[:_SHOWN_DAMAGE]
-        if first_damage:
-            expected += f" ({'; '.join(map(str, first_damage))})"
+        if problems:
+            expected += f" ({'; '.join(problems[:_SHOWN_PROBLEMS])})"
         raise InvalidTrace("DIR", ", ".join(names), expected)
-    processes = tuple(map(_joined, parts.values()))
-    return Recording(processes, tuple(report.values()))
+    for events in reader.processes.values():
+        # A process has a second file once the first was full, and whoever collects them may rename both.
+        events.sort(key=attrgetter("at_ns"))
+    return Recording(reader.processes, problems)
 
 
-def _add_part(parts: list[Process], part: Process, report: DamageReport) -> None:
-    """Add one file of a process, which has a second one once the first was full."""
-    for index, known in enumerate(parts):
-        # Two copies of a file, of which one may have been made earlier: the longer one is kept.
-        if known.events[:1] == part.events[:1]:
-            is_longer = len(part.events) > len(known.events)
-            longer = part if is_longer else known
-            shorter = known if is_longer else part
-            report.add(shorter.path, f"left out: a copy of {longer.path}")
-            parts[index] = longer
-            return
-    parts.append(part)
+class _FileReader:
+    """The events of all files so far, and the defects of each file.
 
-
-def _joined(parts: list[Process]) -> Process:
-    if len(parts) == 1:
-        return parts[0]
-    # By their events and not their names: files are renamed when they are full, and by whoever collects them.
-    parts.sort(key=_first_event_ns)
-    events: list[AnyEvent] = []
-    for part in parts:
-        events += part.events
-    return Process(parts[0].path, parts[0].started, events)
-
-
-def _first_event_ns(part: Process) -> int:
-    if not part.events:
-        return 0
-    return part.events[0].at_ns
-
-
-def _files_of(path: str, report: DamageReport) -> Iterator[str]:
-    """The file, or the files of a folder.
-
-    Raises:
-        InvalidTrace: there is neither.
+    Attributes:
+        processes: the events of each process, file after file.
     """
-    try:
-        if os.path.isfile(path):
-            yield path
-            return
-        if not os.path.isdir(path):
-            raise InvalidTrace("DIR", path, "a folder or a file that exists")
-    except ValueError as refused:  # a NUL in a name
-        raise InvalidTrace("DIR", path, f"a path ({refused})") from None
 
-    def on_error(refused: OSError) -> None:
-        report.add(str(refused.filename), _why(refused))
+    def __init__(self) -> None:
+        self.processes: defaultdict[ProcessStarted, list[AnyEvent]] = defaultdict(list)
+        # By path and problem: the first line with it, 0 for the whole file, and the number of lines.
+        self._first_lines: dict[tuple[str, str], int] = {}
+        self._num_lines: Counter[tuple[str, str]] = Counter()
 
-    for folder, inner, names in os.walk(path, onerror=on_error):
-        inner.sort()  # in place: so `os.walk` visits the folders in this order
-        for name in sorted(names):
-            file = f"{folder}/{name}"
-            if name.endswith(SUFFIX) and os.path.isfile(file):
-                yield file
+    def files_of(self, path: str) -> Iterator[str]:
+        """The file, or the files of a folder.
 
-
-def _read_file(path: str, report: DamageReport) -> Iterator[Process]:
-    """The processes of a file: more than one if the path was used again."""
-    process: Process | None = None
-    is_skipping = False
-    for number, line in _lines(path, report):
+        Raises:
+            InvalidTrace: there is neither.
+        """
         try:
-            event = _decode(line)
-        except (ValueError, RecursionError) as refused:
-            if not line.isspace():
-                report.add(path, _problem(line, refused), number)
-            continue
-        if isinstance(event, ProcessStarted):
-            if process is not None:
-                yield process
-            process = None
-            is_skipping = event.trace_version != TRACE_VERSION
-            if is_skipping:
+            if os.path.isfile(path):
+                yield path
+                return
+            if not os.path.isdir(path):
+                raise InvalidTrace("DIR", path, "a folder or a file that exists")
+        except ValueError as refused:  # a NUL in a name
+            raise InvalidTrace("DIR", path, f"a path ({refused})") from None
+        for folder, inner, names in os.walk(path, onerror=self._add_unreadable):
+            inner.sort()  # in place: so `os.walk` visits the folders in this order
+            for name in sorted(names):
+                file = f"{folder}/{name}"
+                if name.endswith(SUFFIX) and os.path.isfile(file):
+                    yield file
+
+    def read(self, path: str) -> None:
+        """Add the events of a file; they are of several processes if the path was used again."""
+        events: list[AnyEvent] | None = None
+        for number, line in self._lines(path):
+            try:
+                event = _decode(line)
+            except (ValueError, RecursionError) as refused:
+                if not line.isspace():
+                    self._add_problem(path, _why_no_event(line, refused), number)
+                continue
+            if isinstance(event, ProcessStarted):
+                if event.trace_version == TRACE_VERSION:
+                    events = self.processes[event]
+                    continue
+                events = []  # of no process: they are left out
                 problem = f"trace_version {event.trace_version}, and this command reads {TRACE_VERSION}"
-                report.add(path, problem, number)
+                self._add_problem(path, problem, number)
+            elif isinstance(event, Dropped):
+                # Said, since a phase that is missing could otherwise be taken for one that did not happen.
+                problem = f"{event.count} events were lost before it"
+                self._add_problem(path, problem, number)
+            elif events is not None:
+                events.append(event)
             else:
-                process = Process(path, event, [])
-        elif isinstance(event, Dropped):
-            # Said, since a phase that is missing could otherwise be taken for one that did not happen.
-            report.add(path, f"{event.count} events were lost before it", number)
-        elif process is not None:
-            process.events.append(event)
-        elif not is_skipping:
-            report.add(
-                path,
-                "an event before any line that says which process it is of",
-                number,
-            )
-    if process is not None:
-        yield process
+                problem = "an event before any line that says which process it is of"
+                self._add_problem(path, problem, number)
+
+    def problems(self) -> tuple[str, ...]:
+        """A line for each, in the order in which they were found."""
+        lines = []
+        for (path, problem), first_line in self._first_lines.items():
+            where = path
+            if first_line:
+                where += f": line {first_line}"
+            num_more = self._num_lines[path, problem] - 1
+            if num_more:
+                where += f" and {num_more} more"
+            lines.append(f"{where}: {problem}")
+        return tuple(lines)
+
+    def _lines(self, path: str) -> Iterator[tuple[int, bytes]]:
+        try:
+            with open(path, "rb") as file:
+                yield from enumerate(file, 1)
+        except OSError as refused:
+            refused.filename = path  # which an error while reading does not have
+            self._add_unreadable(refused)
+
+    def _add_unreadable(self, refused: OSError) -> None:
+        why = refused.strerror or refused
+        self._add_problem(str(refused.filename), f"cannot be read ({why})")
+
+    def _add_problem(self, path: str, problem: str, line: int = 0) -> None:
+        self._first_lines.setdefault((path, problem), line)
+        self._num_lines[path, problem] += 1
 
 
-def _lines(path: str, report: DamageReport) -> Iterator[tuple[int, bytes]]:
-    try:
-        with open(path, "rb") as file:
-            yield from enumerate(file, 1)
-    except OSError as refused:
-        report.add(path, _why(refused))
-
-
-def _problem(line: bytes, refused: Exception) -> str:
+def _why_no_event(line: bytes, refused: Exception) -> str:
     # The process may have been killed while it wrote its last line.
     if not line.endswith(b"\n"):
         return "cut off in the middle"
     if isinstance(refused, msgspec.ValidationError):
         return f"no event that this command knows ({refused})"[:_MAX_PROBLEM]
     return "no JSON"
-
-
-def _why(refused: OSError) -> str:
-    return f"cannot be read ({refused.strerror or refused})"

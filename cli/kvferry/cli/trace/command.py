@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace, slowest: int) -> None:
             "-o", options.out, "a file .json or .json.gz, for ui.perfetto.dev"
         )
     summary = summarize(read_recording(options.dirs), options.request or "")
-    if options.request is not None and not summary.timelines:
+    if options.request is not None and not summary.handovers:
         raise InvalidArgument(
             "--request", options.request, "a part of an id that is in these files"
         )
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace, slowest: int) -> None:
     else:
         print_listing(summary, slowest)
     if options.out is not None:
-        num_all = len(summary.timelines)
+        num_all = len(summary.handovers)
         which = ""
         if num_all > HANDOVERS_OF_A_TRACE:
             which = f" (the {HANDOVERS_OF_A_TRACE} slowest of {num_all} handovers)"
@@ -70,7 +70,7 @@ def _write(out: str, summary: Summary) -> None:
     Raises:
         InvalidArgument: it cannot be written.
     """
-    pieces = perfetto_trace(summary.timelines[:HANDOVERS_OF_A_TRACE])
+    pieces = perfetto_trace(summary.handovers[:HANDOVERS_OF_A_TRACE])
     try:
         with Path(out).open("wb") as file:
             if out.endswith(".gz"):

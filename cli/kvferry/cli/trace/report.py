@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
+
+import msgspec
 
 from kvferry.cli.formatting import (
     decimal_bytes,
@@ -15,8 +17,9 @@ from kvferry.cli.formatting import (
 )
 from kvferry.plan.wording import counted
 from kvferry.trace.events import Phase
+from kvferry.trace.handover import Handover
+from kvferry.trace.outcome import GOOD, missing_parts, outcome_of
 from kvferry.trace.summary import Durations, Summary
-from kvferry.trace.timeline import Span, Timeline, WorkerSpans
 
 SCHEMA = 1
 # vLLM's router puts both engines' addresses in front of the request's own id.
@@ -27,15 +30,16 @@ _PHASE_COLUMNS = 5
 """Phases with a column of their own: as many as fit beside a request's id in 80 letters."""
 
 
-def format_result(timeline: Timeline) -> str:
+def format_result(handover: Handover) -> str:
     """`537 MB at 12.3 GB/s` of a load, `537 MB, 93% early` of one that followed the prefill, else the outcome."""
-    if not timeline.bytes or not timeline.is_good:
-        return timeline.outcome
-    result = decimal_bytes(timeline.bytes)
-    if timeline.early_bytes:
-        result += f", {100 * timeline.early_bytes // timeline.bytes}% early"
-    if timeline.gb_s is not None:
-        result += f" at {timeline.gb_s:.3g} GB/s"
+    outcome = outcome_of(handover)
+    if not handover.bytes or outcome not in GOOD:
+        return outcome
+    result = decimal_bytes(handover.bytes)
+    if handover.early_bytes:
+        result += f", {100 * handover.early_bytes // handover.bytes}% early"
+    if handover.gb_s is not None:
+        result += f" at {handover.gb_s:.3g} GB/s"
     return result
 
 
@@ -51,27 +55,25 @@ def short_id(request: str, max_length: int = 25) -> str:
     return f"{name[:num_first]}…{name[-num_last:]}"
 
 
-def name_of(timeline: Timeline) -> str:
+def name_of(handover: Handover) -> str:
     """A request's name in tables: its id in the producer, else in the consumer."""
-    handover = timeline.handover
-    return short_id(handover.producer_request or handover.consumer_request or "?")
+    return short_id(handover.producer.request or handover.consumer.request or "?")
 
 
-def format_engines(timeline: Timeline) -> str:
+def format_engines(handover: Handover) -> str:
     """`prefill-0 → decode-1`, a UUID by its first part, and `?` for an engine that was not recorded."""
-    handover = timeline.handover
     names = []
-    for engine in (handover.producer, handover.consumer):
-        name = _UUID.sub(r"\1", engine or "?")
+    for request in (handover.producer, handover.consumer):
+        name = _UUID.sub(r"\1", request.engine_id or "?")
         names.append(short_id(name, 20))
     return " → ".join(names)
 
 
 def print_listing(summary: Summary, slowest: int) -> None:
     """Print the tables, and the notes below them."""
-    shown = summary.timelines[:slowest]
+    shown = summary.handovers[:slowest]
     by_outcome = [f"{number} {outcome}" for outcome, number in summary.outcomes.items()]
-    handovers = counted(len(summary.timelines), "handover")
+    handovers = counted(len(summary.handovers), "handover")
     processes = "1 process"
     if summary.num_processes != 1:
         processes = f"{summary.num_processes} processes"
@@ -83,12 +85,12 @@ def print_listing(summary: Summary, slowest: int) -> None:
     print()
     print_table(
         ("phase", ">times", ">p50", ">p99", ">longest", "what it is"),
-        (_duration_row(lasted) for lasted in summary.durations),
+        (_duration_row(*lasted) for lasted in summary.durations.items()),
     )
     print("\nthe slowest handovers:\n")
     print_table(
         ("request", "engines", ">tokens", ">handover", "cause", "result"),
-        (_row(timeline) for timeline in shown),
+        (_row(handover) for handover in shown),
     )
     phases = _longest_phases(shown)
     if phases:
@@ -97,7 +99,7 @@ def print_listing(summary: Summary, slowest: int) -> None:
         names = [f">{phase.label}".replace(" ", "\n") for phase in phases]
         print_table(
             ("request", *names, ">other"),
-            (_phase_row(timeline, phases) for timeline in shown),
+            (_phase_row(handover, phases) for handover in shown),
         )
     _print_notes(summary)
 
@@ -108,146 +110,110 @@ def _print_notes(summary: Summary) -> None:
         print_line(note)
 
 
-def _duration_row(lasted: Durations) -> tuple[str, ...]:
+def _duration_row(phase: Phase, lasted: Durations) -> tuple[str, ...]:
     return (
-        lasted.phase.label,
+        phase.label,
         str(lasted.count),
-        format_time(lasted.p50_ns),
-        format_time(lasted.p99_ns),
-        format_time(lasted.max_ns),
-        lasted.phase.meaning,
+        _time(lasted.p50_ms),
+        _time(lasted.p99_ms),
+        _time(lasted.max_ms),
+        phase.meaning,
     )
 
 
-def _row(timeline: Timeline) -> tuple[str, ...]:
-    result = format_result(timeline)
-    if timeline.missing:
-        result = f"{result}; not recorded: {', '.join(timeline.missing)}"
+def _time(lasted_ms: float) -> str:
+    return format_time(lasted_ms * 1e6)
+
+
+def _row(handover: Handover) -> tuple[str, ...]:
+    result = format_result(handover)
+    missing = missing_parts(handover)
+    if missing:
+        result = f"{result}; not recorded: {', '.join(missing)}"
     lasted = "–"
-    if timeline.lasted_ns is not None:
-        lasted = format_time(timeline.lasted_ns)
+    if handover.handover_ms is not None:
+        lasted = _time(handover.handover_ms)
     return (
-        name_of(timeline),
-        format_engines(timeline),
-        str(timeline.handover.tokens or "–"),
+        name_of(handover),
+        format_engines(handover),
+        str(handover.tokens or "–"),
         lasted,
-        format_cause(timeline),
+        format_cause(handover),
         result,
     )
 
 
-def format_cause(timeline: Timeline) -> str:
+def format_cause(handover: Handover) -> str:
     """`decode queue 64 ms`, `reading 55 ms of tp1` where one of several workers was the last, or a dash."""
-    cause = timeline.cause
+    cause = handover.cause
     if cause is None:
         return "–"
-    text = f"{cause.phase.label} {format_time(cause.lasted_ns)}"
-    last = timeline.last
-    if last is None or len(timeline.workers) == 1:
+    text = f"{cause.phase.label} {_time(cause.lasted_ms)}"
+    last = handover.last
+    if last is None or len(handover.workers) == 1:
         return text
-    if cause.phase in {span.phase for span in last.spans}:
+    if cause.phase in {span.phase for span in last.stages}:
         text += f" of {last.place}"
     return text
 
 
-def _longest_phases(timelines: Sequence[Timeline]) -> list[Phase]:
+def _longest_phases(handovers: Sequence[Handover]) -> list[Phase]:
     """The phases that took longest in any of these handovers, as many as have a column, in their order."""
-    longest_ns: dict[Phase, int] = {}
-    for timeline in timelines:
-        for span in timeline.path:
-            longest_ns[span.phase] = max(span.lasted_ns, longest_ns.get(span.phase, 0))
-    chosen = sorted(longest_ns, key=longest_ns.__getitem__)[-_PHASE_COLUMNS:]
+    longest_ms: dict[Phase, float] = {}
+    for handover in handovers:
+        for span in handover.path:
+            longest_ms[span.phase] = max(span.lasted_ms, longest_ms.get(span.phase, 0))
+    chosen = sorted(longest_ms, key=longest_ms.__getitem__)[-_PHASE_COLUMNS:]
     return [phase for phase in Phase if phase in chosen]
 
 
-def _phase_row(timeline: Timeline, phases: Sequence[Phase]) -> tuple[str, ...]:
+def _phase_row(handover: Handover, phases: Sequence[Phase]) -> tuple[str, ...]:
     """The milliseconds of these phases, and of all others together."""
-    lasted_ns = dict.fromkeys(phases, 0)
-    other_ns = 0
-    for span in timeline.path:
-        if span.phase in lasted_ns:
-            lasted_ns[span.phase] += span.lasted_ns
-        else:
-            other_ns += span.lasted_ns
-    times = [f"{digits(each_ns / 1e6)}" for each_ns in (*lasted_ns.values(), other_ns)]
-    return (name_of(timeline), *times)
+    lasted_ms: dict[Phase | None, float] = dict.fromkeys((*phases, None), 0.0)
+    for span in handover.path:
+        column = span.phase if span.phase in phases else None
+        lasted_ms[column] += span.lasted_ms
+    return (name_of(handover), *map(digits, lasted_ms.values()))
 
 
 def as_json(summary: Summary, slowest: int) -> dict[str, Any]:
-    """The whole answer as plain values; times are nanoseconds since the epoch, lengths milliseconds."""
+    """The whole answer as plain values."""
     return {
         "kvferry_trace": SCHEMA,
         "processes": summary.num_processes,
-        "handovers": len(summary.timelines),
+        "handovers": len(summary.handovers),
         "outcomes": summary.outcomes,
-        "phases": {
-            lasted.phase: {
-                "count": lasted.count,
-                "p50_ms": lasted.p50_ns / 1e6,
-                "p99_ms": lasted.p99_ns / 1e6,
-                "max_ms": lasted.max_ns / 1e6,
-            }
-            for lasted in summary.durations
-        },
-        "slowest": [_timeline(timeline) for timeline in summary.timelines[:slowest]],
+        "phases": msgspec.to_builtins(summary.durations),
+        "slowest": [_as_json(handover) for handover in summary.handovers[:slowest]],
         "notes": list(summary.notes),
     }
 
 
-def _timeline(timeline: Timeline) -> dict[str, Any]:
-    handover = timeline.handover
-    zero_ns = timeline.zero_ns
-    lease = None
-    if handover.lease:
-        lease = {"boot": handover.lease.boot, "epoch": handover.lease.epoch}
-    handover_ms = None
-    if timeline.lasted_ns is not None:
-        handover_ms = timeline.lasted_ns / 1e6
-    held = None
-    if timeline.held:
-        held = _span(timeline.held, zero_ns)
-    cause = None
-    if timeline.cause:
-        cause = timeline.cause.phase
-    return {
-        "producer": handover.producer,
-        "producer_request": handover.producer_request,
-        "consumer": handover.consumer,
-        "consumer_request": handover.consumer_request,
-        "lease": lease,
-        "tokens": handover.tokens,
-        "outcome": timeline.outcome,
-        "missing": list(timeline.missing),
-        "zero_ns": zero_ns,
-        "handover_ms": handover_ms,
-        "cause": cause,
-        "bytes": timeline.bytes,
-        "early_bytes": timeline.early_bytes,
-        "gb_s": timeline.gb_s,
-        "steps": [_span(step, zero_ns) for step in timeline.steps],
-        "phases": [_span(span, zero_ns) for span in (*timeline.before, *timeline.path)],
-        "held": held,
-        "workers": [_worker(worker, zero_ns) for worker in timeline.workers],
-    }
-
-
-def _worker(worker: WorkerSpans, zero_ns: int) -> dict[str, Any]:
-    return {
-        "place": worker.load.process.place,
-        "host": worker.load.process.host,
-        **worker.load.figures,
-        "stages": [_span(span, zero_ns) for span in worker.spans],
-        "chunks": [_span(chunk, zero_ns) for chunk in worker.chunks],
-    }
-
-
-def _span(span: Span, zero_ns: int) -> dict[str, Any]:
-    """A span with its begin and end in milliseconds after the zero."""
+def _as_json(handover: Handover) -> dict[str, Any]:
+    workers = []
+    for worker in handover.workers:
+        names = {"place": worker.place, "host": worker.process.host}
+        times = {"stages": worker.stages, "chunks": worker.chunks}
+        workers.append({**names, **worker.figures, **times})
+    cause = handover.cause
     plain = {
-        "phase": span.phase,
-        "begun_ms": (span.begun_ns - zero_ns) / 1e6,
-        "ended_ms": (span.ended_ns - zero_ns) / 1e6,
+        "producer": handover.producer.engine_id,
+        "producer_request": handover.producer.request,
+        "consumer": handover.consumer.engine_id,
+        "consumer_request": handover.consumer.request,
+        "lease": handover.lease,
+        "tokens": handover.tokens,
+        "outcome": outcome_of(handover),
+        "missing": missing_parts(handover),
+        "zero_ns": handover.zero_ns,
+        "handover_ms": handover.handover_ms,
+        "cause": cause.phase if cause else None,
+        "bytes": handover.bytes,
+        "early_bytes": handover.early_bytes,
+        "gb_s": handover.gb_s,
+        "steps": handover.steps,
+        "phases": (*handover.before, *handover.path),
+        "held": handover.held,
+        "workers": workers,
     }
-    if span.stop_token is not None:
-        plain["stop_token"] = span.stop_token
-    return plain
+    return cast(dict[str, Any], msgspec.to_builtins(plain))

@@ -213,7 +213,10 @@ class SpanSink:
         )
         for stage in load.stages:
             self._make(
-                f"kvferry.load.{stage.stage}", stage.begun_ns, stage.ended_ns, inside
+                f"kvferry.load.{stage.stage.value}",
+                stage.begun_ns,
+                stage.ended_ns,
+                inside,
             )
 
     def _make(
