@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import pytest
@@ -302,6 +303,37 @@ def test_a_thread_that_is_stuck_in_a_call_keeps_the_pages(
     assert rig.until_over(producer, producer.load(meanwhile.params)) is None
     wait_until(lambda: snapshot_of(consumer.worker).is_idle, "it goes on")
     rig.transfer(producer, consumer, seed=3)
+
+
+def test_a_lease_that_is_opened_after_a_sleep_was_given_up_does_not_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up when the thread has just looked whether it was."""
+    has_looked, go_on = threading.Event(), threading.Event()
+
+    class GivenUpLate(Future[None]):
+        def cancelled(self) -> bool:
+            is_cancelled = super().cancelled()
+            has_looked.set()
+            go_on.wait(60.0)
+            return is_cancelled
+
+        def result(self, timeout: float | None = None) -> None:
+            assert has_looked.wait(60.0)
+            return super().result(0.0)
+
+    producer, consumer = rig.pair(sleeps=True)
+    rig.transfer(producer, consumer, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer_thread, "Future", GivenUpLate)
+        with pytest.raises(WithdrawalRefused, match="stuck in a call"):
+            producer.sleep()
+    meanwhile = producer.prefill(10, seed=2)
+    go_on.set()
+    snapshot_of(producer.worker)  # the thread has taken all messages before this one
+    load = consumer.load(meanwhile.params)
+    assert rig.until_over(consumer, load) is None
+    consumer.check_bytes(load, seed=2)
 
 
 def test_orders_that_come_during_a_sleep_are_answered_at_once(rig: Rig) -> None:

@@ -309,6 +309,8 @@ class TransferThread:
     def drain(self, timeout_s: float) -> None:
         """Fail all loads, and wait until this worker reads nothing any more and the thread has ended.
 
+        The caller has ended all leases, on the thread that opens them.
+
         Args:
             timeout_s: how long reads may take that were posted before.
 
@@ -399,12 +401,12 @@ class TransferThread:
     # A withdrawal: the thread ends once nothing can write any more.
 
     def _begin_withdrawal(self, withdrawal: Withdraw) -> None:
-        # Its caller has given up while this thread was stuck. The engine has gone on since, and what it has opened
-        # meanwhile must not end.
+        # Its caller has given up while this thread was stuck: to the engine, its loads go on.
         if withdrawal.answer.cancelled():
             return
         self._withdrawal = withdrawal
-        self._table.end_all()
+        # Leases are left alone: the caller has ended them all. It may give up at any moment, now too, and what the
+        # engine opens from then on must not end.
         self.runner.fail_all(FailureReason.WITHDRAWN, "this engine is put to sleep")
         self.registry.pause()
 
