@@ -211,7 +211,7 @@ def test_after_the_end_no_other_host_is_asked(scene: Scene) -> None:
     for number in range(300):
         scene.ask(f"dark{number}")
     assert scene.most == UNVERIFIED_AT_ONCE <= AT_ONCE
-    scene.handshakes.close()
+    scene.handshakes.drop_waiting()
     scene.let_go()
     scene.take()
     assert scene.asked_of("dark") == UNVERIFIED_AT_ONCE

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.link import limits
-from kvferry.link.limits import Backoff
+from kvferry.link.limits import FOR_LOADS, Backoff
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.peers.peer import Peer
@@ -81,6 +81,23 @@ def test_a_lost_peer_that_was_reconnected_is_not_lost_again(scene: Scene) -> Non
     assert isinstance(present, Peer)
     scene.registry.lost(former, "said late", 100.0)
     assert scene.registry.get(KEY, 100.0) is present
+
+
+def test_the_time_of_a_first_contact_that_a_refused_sleep_has_dropped_begins_anew(
+    scene: Scene,
+) -> None:
+    scene.answer = scene.refuse
+    for number in range(FOR_LOADS.per_unverified_host + 1):
+        key = KEY._replace(port=KEY.port + number, engine_id=f"P{number}")
+        assert scene.registry.get(key, 0.0) is None
+    (waiting,) = scene.registry.snapshot().handshakes.waiting
+    scene.registry.pause()
+    scene.registry.resume()
+    scene.answer = scene.known
+    scene.add(waiting)
+    assert isinstance(scene.connect(3600.0, waiting), Peer)
+    (took_s,) = scene.registry.handshake_s
+    assert took_s < 60.0
 
 
 def test_a_first_read_that_does_not_end_gives_nothing_back_before_it_has(

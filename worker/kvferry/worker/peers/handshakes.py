@@ -209,11 +209,14 @@ class Handshakes:
             self._begin()
             yield key, result
 
-    def close(self) -> None:
-        """Begin no further handshake. Those under way end by themselves; their results are dropped."""
-        self.wanted = {
-            key: wanted for key, wanted in self.wanted.items() if wanted.is_under_way
-        }
+    def drop_waiting(self) -> list[PeerKey]:
+        """Begin none of those that wait; those under way end by themselves. Returns the dropped peers."""
+        dropped = [
+            key for key, wanted in self.wanted.items() if not wanted.is_under_way
+        ]
+        for key in dropped:
+            del self.wanted[key]
+        return dropped
 
     def _why_full(self, host: str, limits: HandshakeLimits) -> str | None:
         """Why no engine of this host can be added; None when one can."""

@@ -316,7 +316,9 @@ class PeerRegistry:
     def pause(self) -> None:
         """Connect to nobody until `resume`. First reads are given up, and end as `FirstReads.given_up` tells."""
         self._is_paused = True
-        self._handshakes.close()
+        # Who asks for one of them after `resume` begins anew, and so does its time.
+        for key in self._handshakes.drop_waiting():
+            self._asked_s.pop(key, None)
         self.first_reads.give_up_all()
 
     def resume(self) -> None:
@@ -348,7 +350,7 @@ class PeerRegistry:
 
     def close(self) -> None:
         """Forget all peers."""
-        self._handshakes.close()
+        self._handshakes.drop_waiting()
         for known in self.ready.values():
             disconnect(self._reader, known.peer)
         for peer in self._retired:
