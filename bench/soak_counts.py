@@ -22,13 +22,15 @@ _LIBC = ctypes.CDLL(None)
 
 @dataclass
 class Counts:
-    """Attributes:
-    outcomes: of requests, in words.
-    by_fault: of requests with a fault, by fault and outcome.
-    loads: of loads, by how they ended: `loaded`, or the reason for which they failed, …
-    violations: what must never happen, in words.
-    checked_bytes: of good loads, compared one by one.
-    streamed: loads of prompts that were being computed when their consumer asked.
+    """What a soak has counted.
+
+    Attributes:
+        outcomes: of requests, in words.
+        by_fault: of requests with a fault, by fault and outcome.
+        loads: of loads, by how they ended: `loaded`, or the reason for which they failed, …
+        violations: what must never happen, in words.
+        checked_bytes: of good loads, compared one by one.
+        streamed: loads of prompts that were being computed when their consumer asked.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)

@@ -32,9 +32,11 @@ METHODS = (
 
 
 class SoakFabric(GateFabric):
-    """Attributes:
-    holds: for the next data reads, one each.
-    done_faults: for the next notifications, one each: `lost`, `doubled` or `forged`.
+    """NIXL with faults of the soak.
+
+    Attributes:
+        holds: for the next data reads, one each.
+        done_faults: for the next notifications, one each: `lost`, `doubled` or `forged`.
     """
 
     def __init__(self, agent_name: str) -> None:

@@ -90,8 +90,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Model:
-    """Attributes:
-    layers: all of them, in the order in which pipeline stages divide them.
+    """A model, as far as its caches depend on it.
+
+    Attributes:
+        layers: all of them, in the order in which pipeline stages divide them.
     """
 
     layers: tuple[str, ...]

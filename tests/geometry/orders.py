@@ -31,11 +31,13 @@ _EITHER = st.booleans()
 
 @dataclass(frozen=True)
 class Order:
-    """Attributes:
-    outer: the axes outside of the kinds, outermost first.
-    inner: per kind the others.
-    gaps: bytes behind every row of an axis; `K` stands for the kinds.
-    wide: kinds whose elements are kept in pairs: an element of twice the bytes.
+    """An order of the axes of a cache in memory.
+
+    Attributes:
+        outer: the axes outside of the kinds, outermost first.
+        inner: per kind the others.
+        gaps: bytes behind every row of an axis; `K` stands for the kinds.
+        wide: kinds whose elements are kept in pairs: an element of twice the bytes.
     """
 
     outer: str

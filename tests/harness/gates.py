@@ -108,9 +108,11 @@ def holding_copies() -> Iterator[None]:
 
 
 class GateFabric(FaultFabric):
-    """Attributes:
-    hold: asked for every read that is no slot read; None lets it pass.
-    waiting: reads that are held up now.
+    """A fabric whose data reads can be held up.
+
+    Attributes:
+        hold: asked for every read that is no slot read; None lets it pass.
+        waiting: reads that are held up now.
     """
 
     def __init__(self, inner: Fabric) -> None:

@@ -197,9 +197,11 @@ class ConnectionSlot:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionSlotsSnapshot:
-    """Attributes:
-    in_use, idle: the connections by host.
-    connecting, waiting: addresses that are connected to, and that wait for their turn, by host.
+    """The slots at one moment.
+
+    Attributes:
+        in_use, idle: the connections by host.
+        connecting, waiting: addresses that are connected to, and that wait for their turn, by host.
     """
 
     in_use: Mapping[str, int]

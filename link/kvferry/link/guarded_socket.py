@@ -267,9 +267,12 @@ _EVENTS = (
 
 @dataclass(frozen=True, slots=True)
 class AcceptedConnectionsSnapshot:
-    """Attributes:
-    capacity: connections that are kept.
-    unfinished_bytes: of each connection's message that has not arrived whole, by its file; the latest to send is last.
+    """The connections at one moment.
+
+    Attributes:
+        capacity: connections that are kept.
+        unfinished_bytes: of each connection's message that has not arrived whole, by its file; the latest to send is
+            last.
     """
 
     capacity: int

@@ -85,12 +85,14 @@ class _OpenQuery:
 
 @dataclass(frozen=True, slots=True)
 class QueryClientSnapshot:
-    """Attributes:
-    open: numbers of the open queries.
-    answered: those of them with an answer that was passed on.
-    producers: numbers of the queries of each producer.
-    siblings: producers that are queried only because others have named them.
-    is_sending: whether a producer has to be told that a query is over.
+    """The client at one moment.
+
+    Attributes:
+        open: numbers of the open queries.
+        answered: those of them with an answer that was passed on.
+        producers: numbers of the queries of each producer.
+        siblings: producers that are queried only because others have named them.
+        is_sending: whether a producer has to be told that a query is over.
     """
 
     open: frozenset[int]

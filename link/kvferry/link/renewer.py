@@ -95,10 +95,12 @@ def _needed_s(command: LeaseCommand, submitted_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewerSnapshot:
-    """Attributes:
-    submissions: those that the thread has not taken.
-    sleeps_until_s: when the next renewal is due, on the monotonic clock; infinite if none is.
-    links: to its peers.
+    """The renewer at one moment.
+
+    Attributes:
+        submissions: those that the thread has not taken.
+        sleeps_until_s: when the next renewal is due, on the monotonic clock; infinite if none is.
+        links: to its peers.
     """
 
     submissions: int

@@ -207,10 +207,12 @@ def import_cuda() -> DeviceImporter:
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """Attributes:
-    export: what an exporting process runs.
-    importer: makes the importer's side.
-    context: of the exporting process.
+    """An implementation of the port, in two processes.
+
+    Attributes:
+        export: what an exporting process runs.
+        importer: makes the importer's side.
+        context: of the exporting process.
     """
 
     export: Callable[[Connection], None]

@@ -24,9 +24,11 @@ _REGISTERS_TOGETHER = 256
 
 @dataclass(frozen=True)
 class Gpu:
-    """Attributes:
-    copy_gb_s: bytes read and written.
-    table_ns, memory_ns: from a load to its value in the second-level cache, where the table is, and in memory.
+    """A GPU as the model knows it.
+
+    Attributes:
+        copy_gb_s: bytes read and written.
+        table_ns, memory_ns: from a load to its value in the second-level cache, where the table is, and in memory.
     """
 
     name: str
@@ -84,9 +86,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Attributes:
-    reach: the bandwidth that waiting and issuing allow, over the copy's.
-    limit: the reason why it is not more: "memory" from 1 on, else "latency" or "instructions".
+    """What the model says of one launch.
+
+    Attributes:
+        reach: the bandwidth that waiting and issuing allow, over the copy's.
+        limit: the reason why it is not more: "memory" from 1 on, else "latency" or "instructions".
     """
 
     reach: float

@@ -58,8 +58,10 @@ class DeviceMark(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _EventMark:
-    """Attributes:
-    reached: whether torch's event has passed.
+    """An event as a mark.
+
+    Attributes:
+        reached: whether torch's event has passed.
     """
 
     reached: Callable[[], bool]

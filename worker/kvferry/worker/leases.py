@@ -241,12 +241,14 @@ class LeaseSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTableSnapshot:
-    """Attributes:
-    words: of the slots that are not empty, by slot.
-    leases: by slot.
-    held: slots of the leases that wait for a consumer's report.
-    pending: number of leases of which more can be read when the device has finished a step or a copy.
-    headers: of the rows that are not empty, by row: the words of origin and present epoch.
+    """A lease table at one moment.
+
+    Attributes:
+        words: of the slots that are not empty, by slot.
+        leases: by slot.
+        held: slots of the leases that wait for a consumer's report.
+        pending: number of leases of which more can be read when the device has finished a step or a copy.
+        headers: of the rows that are not empty, by row: the words of origin and present epoch.
     """
 
     words: dict[int, int]

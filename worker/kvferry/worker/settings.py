@@ -23,23 +23,26 @@ class MappedReadsOption(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Attributes:
-    lease_slots: size of the lease table.
-    handshake_timeout_s: how long a producer may take to describe itself, and again to answer the first read.
-    load_timeout_s: how long a load may go without progress; afterwards it has failed.
-    max_loads: loads that may be in flight at once; more of them wait their turn. Those that wait for their
-        producer are not counted.
-    staging_pool_bytes: size of the pool that short runs are staged in; 0 for no pool, None for the device's default.
-    direct_min_bytes: run length from which nothing is staged.
-    host_buffer: the fabric does not reach the caches' device: everything goes through host memory.
-    is_read_from: peers read from this engine; if False, it keeps no copy of its caches in host memory.
-    row_blocks: per cache group the most blocks of a prompt; empty if none is read before it is complete.
-    secrets: of the side channel.
-    allowed_hosts: of producers; None for those that need no list (`AllowedHosts.without_list`).
-    peer_ttl_s: after which a producer that was not read from is forgotten; 0 or less for never.
-    max_peers: producers that are known at once, not counting those that are being read from.
-    failed_read_grace_s: how long memory stays out of use after a read into it has failed (`fabric.reads`).
-    mapped_reads: which caches of producers of this host are read through a map of their memory, and shared so.
+    """The settings of one worker.
+
+    Attributes:
+        lease_slots: size of the lease table.
+        handshake_timeout_s: how long a producer may take to describe itself, and again to answer the first read.
+        load_timeout_s: how long a load may go without progress; afterwards it has failed.
+        max_loads: loads that may be in flight at once; more of them wait their turn. Those that wait for their
+            producer are not counted.
+        staging_pool_bytes: size of the pool that short runs are staged in; 0 for no pool, None for the device's
+            default.
+        direct_min_bytes: run length from which nothing is staged.
+        host_buffer: the fabric does not reach the caches' device: everything goes through host memory.
+        is_read_from: peers read from this engine; if False, it keeps no copy of its caches in host memory.
+        row_blocks: per cache group the most blocks of a prompt; empty if none is read before it is complete.
+        secrets: of the side channel.
+        allowed_hosts: of producers; None for those that need no list (`AllowedHosts.without_list`).
+        peer_ttl_s: after which a producer that was not read from is forgotten; 0 or less for never.
+        max_peers: producers that are known at once, not counting those that are being read from.
+        failed_read_grace_s: how long memory stays out of use after a read into it has failed (`fabric.reads`).
+        mapped_reads: which caches of producers of this host are read through a map of their memory, and shared so.
     """
 
     lease_slots: int = 4096

@@ -116,11 +116,13 @@ class _QueriesByHost:
 
 @dataclass(frozen=True, slots=True)
 class PendingQueriesSnapshot:
-    """Attributes:
-    open: numbers of the open queries, the oldest first.
-    known: those of them whose prompt a producer has in its queue.
-    ended: those of them whose requests have ended.
-    unknown: those of them that a producer has answered with a reason why it does not know the prompt.
+    """The queries at one moment.
+
+    Attributes:
+        open: numbers of the open queries, the oldest first.
+        known: those of them whose prompt a producer has in its queue.
+        ended: those of them whose requests have ended.
+        unknown: those of them that a producer has answered with a reason why it does not know the prompt.
     """
 
     open: tuple[int, ...]

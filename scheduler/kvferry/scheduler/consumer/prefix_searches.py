@@ -65,9 +65,11 @@ class _Pauses:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSearchesSnapshot:
-    """Attributes:
-    open: the requests that wait, by the number of their query.
-    timers: entries in the order of their times, of settled searches too.
+    """The searches at one moment.
+
+    Attributes:
+        open: the requests that wait, by the number of their query.
+        timers: entries in the order of their times, of settled searches too.
     """
 
     open: dict[int, str]

@@ -30,10 +30,12 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockReferencesSnapshot:
-    """Attributes:
-    held, ending: references by block, of leases that have not ended and of those that have.
-    reserved: the blocks of each reservation, which are counted as held.
-    returning: those of each lease that is over and not given back yet, which are counted as ending.
+    """The references at one moment.
+
+    Attributes:
+        held, ending: references by block, of leases that have not ended and of those that have.
+        reserved: the blocks of each reservation, which are counted as held.
+        returning: those of each lease that is over and not given back yet, which are counted as ending.
     """
 
     held: Mapping[int, int]

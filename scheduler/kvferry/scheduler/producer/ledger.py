@@ -462,9 +462,11 @@ class ProducerLedger:
 
 @dataclass(frozen=True, slots=True)
 class LeaseSlotsSnapshot:
-    """Attributes:
-    leases: those that have a slot.
-    free: the slots without a lease.
+    """The slots at one moment.
+
+    Attributes:
+        leases: those that have a slot.
+        free: the slots without a lease.
     """
 
     leases: frozenset[ProducerLease]

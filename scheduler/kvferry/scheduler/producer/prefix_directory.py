@@ -156,9 +156,11 @@ class QueriedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PrefixDirectorySnapshot:
-    """Attributes:
-    num_chunks: that are listed.
-    open: the queries that have found something and are not settled.
+    """The directory at one moment.
+
+    Attributes:
+        num_chunks: that are listed.
+        open: the queries that have found something and are not settled.
     """
 
     num_chunks: int

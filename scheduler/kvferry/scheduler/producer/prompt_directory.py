@@ -71,10 +71,12 @@ class _Subscription:
 
 @dataclass(frozen=True, slots=True)
 class PromptDirectorySnapshot:
-    """Attributes:
-    prompts: the state of each prompt, by request; the first that arrived is first.
-    keys: of prompts and of queries.
-    subscriptions: the queries that wait for a change, by client and number.
+    """The directory at one moment.
+
+    Attributes:
+        prompts: the state of each prompt, by request; the first that arrived is first.
+        keys: of prompts and of queries.
+        subscriptions: the queries that wait for a change, by client and number.
     """
 
     prompts: Mapping[str, PromptProgress]

@@ -274,9 +274,11 @@ class ReadQueue:
 
 @dataclass(frozen=True, slots=True)
 class EntriesSnapshot:
-    """Attributes:
-    count: of all entries.
-    free: those that nobody has taken.
+    """The entries at one moment.
+
+    Attributes:
+        count: of all entries.
+        free: those that nobody has taken.
     """
 
     count: int

@@ -92,11 +92,13 @@ def _counted_host(key: PeerKey) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HandshakesSnapshot:
-    """Attributes:
-    waiting, under_way: peers whose handshake has not begun, and has begun.
-    awaited: those of both that a load waits for.
-    answered: hosts that have answered, and did the last time.
-    arrived: results that were not taken.
+    """The handshakes at one moment.
+
+    Attributes:
+        waiting, under_way: peers whose handshake has not begun, and has begun.
+        awaited: those of both that a load waits for.
+        answered: hosts that have answered, and did the last time.
+        arrived: results that were not taken.
     """
 
     waiting: frozenset[PeerKey]

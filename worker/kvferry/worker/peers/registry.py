@@ -130,11 +130,13 @@ class _Ready:
 
 @dataclass(frozen=True, slots=True)
 class PeerRegistrySnapshot:
-    """Attributes:
-    ready: peers that can be read from at once, the one used last is last.
-    retired: peers that were forgotten and are still read from.
-    static: peers that the configuration names.
-    handshakes: with further peers.
+    """The registry at one moment.
+
+    Attributes:
+        ready: peers that can be read from at once, the one used last is last.
+        retired: peers that were forgotten and are still read from.
+        static: peers that the configuration names.
+        handshakes: with further peers.
     """
 
     ready: tuple[PeerKey, ...]

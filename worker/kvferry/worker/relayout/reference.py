@@ -138,8 +138,10 @@ class _Elements(NamedTuple):
 
     @classmethod
     def of_shape(cls, shape: Shape, side: int) -> _Elements:
-        """Args:
-        side: 0 for the source, 1 for the destination.
+        """Those of one side of a shape.
+
+        Args:
+            side: 0 for the source, 1 for the destination.
         """
         counts = [axis.steps for axis in shape.axes]
         strides = [

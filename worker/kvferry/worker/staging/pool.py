@@ -57,12 +57,14 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """Attributes:
-    capacity, used_bytes, alignment: of the pool.
-    largest_wave, peer_limit: bytes that one wave, and all of one peer, may have.
-    waves: that are out, by start.
-    quarantined: starts of those that failed reads may still write into.
-    waiting: loads that wait for their first wave, the one that waits longest first.
+    """The pool at one moment.
+
+    Attributes:
+        capacity, used_bytes, alignment: of the pool.
+        largest_wave, peer_limit: bytes that one wave, and all of one peer, may have.
+        waves: that are out, by start.
+        quarantined: starts of those that failed reads may still write into.
+        waiting: loads that wait for their first wave, the one that waits longest first.
     """
 
     capacity: int
