@@ -183,7 +183,9 @@ class LeaseEviction:
         steps: Steps,
         max_leased_fraction: float,
     ) -> None:
-        self._context = context
+        self._leases = context.leases
+        self._blocks = context.blocks
+        self._offers_turns = context.local.offers_turns
         self._block_demand = block_demand
         self._steps = steps
         self._max_leased_fraction = max_leased_fraction
@@ -202,13 +204,10 @@ class LeaseEviction:
             return True
         # If a worker's transfer thread is stuck, blocks do not return, and vLLM must not wait for them for ever: the
         # lease that has been ending for the longest has a heartbeat.
-        heartbeat_s = self._context.leases.clock.heartbeat_s
-        if (
-            self._context.leases.clock.awake_s
-            > self._first_ending_since_s + heartbeat_s
-        ):
+        heartbeat_s = self._leases.clock.heartbeat_s
+        if self._leases.clock.awake_s > self._first_ending_since_s + heartbeat_s:
             return False
-        return self._context.leases.block_references.num_coming() > 0
+        return self._leases.block_references.num_coming() > 0
 
     def evict(self) -> None:
         """End as many leases as needed; their blocks return with the workers' reports, a step or two later."""
@@ -225,13 +224,13 @@ class LeaseEviction:
             )
 
     def _evict(self) -> None:
-        references = self._context.leases.block_references
-        clock_s = self._context.leases.clock.awake_s
+        references = self._leases.block_references
+        clock_s = self._leases.clock.awake_s
         first_ending = next(iter(references.ending), None)
         if first_ending is None or first_ending != self._first_ending:
             self._first_ending = first_ending
             self._first_ending_since_s = clock_s
-        longest = self._context.blocks.longest
+        longest = self._blocks.longest
         has_blocks = references.held or references.ending or references.returning
         if longest is None or not has_blocks or clock_s < self._recheck_s:
             return
@@ -240,7 +239,7 @@ class LeaseEviction:
             self._missed_since_s = None
             return
         num_held = len(references.held)
-        ranked = candidates(self._context.leases)
+        ranked = candidates(self._leases)
         # At least as many as leases alone keep, and free to know.
         num_leased = len(references.counts)
         if num_leased > demand.cap:
@@ -256,7 +255,7 @@ class LeaseEviction:
         self._recheck_s = max(self._recheck_s, clock_s + num_held * SCAN_S)
 
     def _end(self, lease: ProducerLease, how: str) -> None:
-        self._context.leases.end(lease, how)
+        self._leases.end(lease, how)
         logger.debug(
             "req=%s slot=%d: lease ended early (%s)", lease.request_id, lease.slot, how
         )
@@ -267,18 +266,18 @@ class LeaseEviction:
         Args:
             longest: blocks of the longest possible request.
         """
-        references = self._context.leases.block_references
-        num_blocks = self._context.blocks.num_blocks
+        references = self._leases.block_references
+        num_blocks = self._blocks.num_blocks
         # Without the null block.
         cap = int((num_blocks - 1) * self._max_leased_fraction)
         reserve = 0
         are_slots_short = False
-        if self._context.local.offers_turns or self._context.leases.num_prefixes:
+        if self._offers_turns or self._leases.num_prefixes:
             reserve = num_blocks // _RESERVED
             are_slots_short = self._are_slots_short()
         num_leased = len(references.counts)
         is_within_limits = num_leased <= cap and not are_slots_short
-        num_free = self._context.blocks.num_free
+        num_free = self._blocks.num_free
         if is_within_limits and num_free >= longest + reserve:
             # No request can need more. Most steps end here, so this is all that they pay: it has constant cost.
             references.are_blocks_short = False
@@ -298,8 +297,8 @@ class LeaseEviction:
         may_be_stalled = bool(needs) and not num_coming and num_free < longest
         if may_be_stalled:
             stalled_blocks = self._block_demand.stalled_blocks(
-                self._context.leases.clock.awake_s,
-                self._context.leases.clock.heartbeat_s,
+                self._leases.clock.awake_s,
+                self._leases.clock.heartbeat_s,
             )
         if stalled_blocks:
             need = max(need, min(num_free + stalled_blocks, longest))
@@ -316,16 +315,16 @@ class LeaseEviction:
 
     def _are_slots_short(self) -> bool:
         """True if turns or prefixes occupy slots that other leases will need."""
-        slots = self._context.leases.slots
-        num_free = len(slots.free) + len(self._context.leases.block_references.ending)
+        slots = self._leases.slots
+        num_free = len(slots.free) + len(self._leases.block_references.ending)
         return num_free < slots.count / _RESERVED
 
     def _is_missed_for_long(self) -> bool:
         """True if the need or the cap has been missed for a heartbeat."""
         if self._missed_since_s is None:
             return False
-        heartbeat_s = self._context.leases.clock.heartbeat_s
-        return self._context.leases.clock.awake_s >= self._missed_since_s + heartbeat_s
+        heartbeat_s = self._leases.clock.heartbeat_s
+        return self._leases.clock.awake_s >= self._missed_since_s + heartbeat_s
 
 
 _MAX_COUNTED = 4096

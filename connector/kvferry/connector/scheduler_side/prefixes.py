@@ -423,7 +423,9 @@ class PrefixLeases:
         loop: EngineLoop,
         directory: PrefixDirectory,
     ) -> None:
-        self._context = context
+        self._local = context.local
+        self._leases = context.leases
+        self._blocks = context.blocks
         self._cache = cache
         self._take_backs = take_backs
         self._builder = builder
@@ -449,7 +451,7 @@ class PrefixLeases:
         if not self._cache.hash_tokens:
             return
         # One more token than the prompt has: the list that grows with the answer.
-        prompt = self._context.local.prompt_of(
+        prompt = self._local.prompt_of(
             entry.request, entry.request.num_prompt_tokens + 1
         )
         if prompt is None:
@@ -500,13 +502,13 @@ class PrefixLeases:
         Args:
             computes: whether the step computes any token.
         """
-        if self._context.leases.num_prefixes and self._loop.is_paused:
+        if self._leases.num_prefixes and self._loop.is_paused:
             # A pause is complete when no block is held, and whoever pauses an engine waits for that. Who reads a prefix
             # can compute it.
-            self._context.leases.release_all("evicted", (LeaseUse.PREFIX,))
+            self._leases.release_all("evicted", (LeaseUse.PREFIX,))
         if not self.needs_step:
             return
-        self._note_model(self._context.local.weights.version())
+        self._note_model(self._local.weights.version())
         self._end_given_up()
         self._taking.extend(map(_Taking, self._directory.take_wanted()))
         num_left = BLOCKS_AT_ONCE
@@ -532,7 +534,7 @@ class PrefixLeases:
             self._give_back(taking)
             self._directory.changed(queried)
             return stop - first
-        references = self._context.leases.block_references
+        references = self._leases.block_references
         references.reserve(taking.reservation, found.block_ids[first:stop])
         self._num_taken += stop - first
         if not taking.blocks_left and not self._take_backs.may_come(found.block_ids):
@@ -544,7 +546,7 @@ class PrefixLeases:
         found = queried.found
         self._forget(taking)
         self._num_opened += 1
-        lease = self._context.leases.hold_prefix(
+        lease = self._leases.hold_prefix(
             f"{self._name}-{self._num_opened}",
             self._builder.worker_prefix_blocks(found),
             taking.reservation,
@@ -564,18 +566,18 @@ class PrefixLeases:
             return PrefixRefusal.NO_PREFIX
         if taking.queried.generation != self._directory.generation:
             return PrefixRefusal.NO_PREFIX
-        leases = self._context.leases
+        leases = self._leases
         num_slots = leases.slots.count
         if leases.num_prefixes >= max(1, num_slots // SHARE):
             return PrefixRefusal.NO_LEASE
         if len(leases.slots.free) <= num_slots // RESERVED:
             return PrefixRefusal.NO_LEASE
-        num_blocks = self._context.blocks.num_blocks
+        num_blocks = self._blocks.num_blocks
         num_kept = leases.num_prefix_blocks + self._num_taken + taking.blocks_left
         if num_kept > num_blocks // SHARE:
             return PrefixRefusal.NO_LEASE
         # As if none of its blocks were used by a request: to count them takes a look at each.
-        if self._context.blocks.num_free - taking.blocks_left < num_blocks // RESERVED:
+        if self._blocks.num_free - taking.blocks_left < num_blocks // RESERVED:
             return PrefixRefusal.NO_LEASE
         return None
 
@@ -583,12 +585,12 @@ class PrefixLeases:
         for queried in self._directory.take_given_up():
             lease = queried.lease
             if lease is not None and not lease.ended_by:
-                self._context.leases.end(lease, "release")
+                self._leases.end(lease, "release")
 
     def _note_model(self, weights: str) -> None:
         # vLLM's hashes depend neither on the weights nor on what an adapter's files hold: what was listed with the old
         # ones would find blocks of the new.
-        model = (weights, self._context.local.adapters.num_replaced)
+        model = (weights, self._local.adapters.num_replaced)
         if model != self._model:
             self._model = model
             self.reset()
@@ -600,7 +602,7 @@ class PrefixLeases:
 
     def _give_back(self, taking: _Taking) -> None:
         self._forget(taking)
-        self._context.leases.block_references.cancel(taking.reservation)
+        self._leases.block_references.cancel(taking.reservation)
 
     def _forget(self, taking: _Taking) -> None:
         self._taking.remove(taking)
