@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kvferry.connector.vllm.attention import cpu_attention_isa
 from kvferry.connector.vllm.scheduler import EngineBlocks
-from kvferry.protocol.errors import UnsupportedVllm
+from kvferry.protocol.errors import LocalProtocolError, UnsupportedVllm
 from tests.engine_core.test_idle import prefill
 from tests.harness.core.scheduler import tokens
 
@@ -57,6 +58,19 @@ def test_the_trial_leaves_the_pool_as_it_was(make: Any) -> None:
         for block in manager.block_pool.free_block_queue.get_all_free_blocks()
     ] == before
     assert all(block.ref_cnt == 0 for block in manager.block_pool.blocks[1:])
+
+
+def test_blocks_that_are_used_before_they_are_bound_say_so() -> None:
+    blocks = EngineBlocks()
+    uses: list[Callable[[], object]] = [
+        lambda: blocks.num_free,
+        lambda: blocks.table("r"),
+        lambda: blocks.keep((1,)),
+        lambda: blocks.forget_hits([1]),
+    ]
+    for use in uses:
+        with pytest.raises(LocalProtocolError, match="before vLLM has bound"):
+            use()
 
 
 def test_without_vllms_count_of_needed_blocks_prompts_are_served_and_leases_are_not_evicted(

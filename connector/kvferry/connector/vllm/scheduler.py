@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.metrics.stats import PrefillStats
@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class EngineBlocks:
-    """The KV cache blocks of this process's engine, in vLLM's block pool. Its methods are for an engine that is bound.
+    """The KV cache blocks of this process's engine, in vLLM's block pool.
+
+    Its methods are for an engine that is bound; before that they raise `LocalProtocolError`.
 
     Attributes:
         num_blocks: blocks of the pool, with the null block (0); 0 until `bind`.
@@ -36,9 +38,8 @@ class EngineBlocks:
         max_model_len: tokens of the longest possible request.
     """
 
-    _manager: KVCacheManager
-
     def __init__(self) -> None:
+        self._manager: KVCacheManager = _NoManager()
         self.num_blocks = 0
         self.longest: int | None = None
         self.watermark = 0
@@ -189,6 +190,15 @@ class EngineBlocks:
         # The call registers the request in some groups, without blocks.
         manager.coordinator.free(unknown_id)
         return longest + self.watermark
+
+
+class _NoManager:
+    """Stands for vLLM's KV cache manager as long as there is none."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise LocalProtocolError(
+            f"KVCacheManager.{name} is used before vLLM has bound its KV cache manager"
+        )
 
 
 def distinct_blocks(block_ids: Sequence[Sequence[int]]) -> tuple[int, ...]:
