@@ -23,6 +23,7 @@ from kvferry.worker.fabric.nixl import NixlFabric
 from tests.harness.core.configs import BLOCK_TOKENS, kv_cache_config
 from tests.harness.core.node import Node, side_channel
 from tests.harness.core.scheduler import SchedulerEngine
+from tests.open_files import open_files
 from tests.waiting import wait_until
 
 TRACES = "traces-of-a-start"
@@ -34,6 +35,14 @@ PARTS = (
     "kvferry.worker.worker.TransferThread",
     "kvferry.connector.worker_side.side.gather_workers",
     "kvferry.worker.worker.FerryWorker.add_siblings",
+)
+
+
+SCHEDULER_PARTS = (
+    "scheduler_side.side.TicketBuilder",
+    "scheduler_side.side.BlockDemand",
+    "scheduler_side.side.EngineStep",
+    "connector.follow_sleep",
 )
 
 
@@ -104,6 +113,29 @@ def test_a_worker_whose_start_fails_closes_what_it_has_opened(
             register(node)
     wait_until(lambda: left() == before, CLOSED)
     assert agents == []
+
+
+@pytest.mark.parametrize("part", SCHEDULER_PARTS)
+def test_a_scheduler_whose_start_fails_closes_what_it_has_opened(
+    make: Callable[..., Node],
+    monkeypatch: pytest.MonkeyPatch,
+    extra: dict[str, Any],
+    part: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("a bug")
+
+    make("kv_both", extra=extra)  # what is opened once a process
+    before = left()
+    files = open_files()
+    monkeypatch.setattr("kvferry.connector.connector.can_sleep", lambda _: True)
+    monkeypatch.setattr(f"kvferry.connector.{part}", fail)
+    with pytest.raises(KeyError, match="a bug"):
+        SchedulerEngine(
+            "FerryConnector", module="kvferry.connector", role="kv_both", extra=extra
+        )
+    wait_until(lambda: left() == before, CLOSED)
+    assert open_files() <= files
 
 
 def test_an_engine_whose_port_is_in_use_leaves_nothing_open(

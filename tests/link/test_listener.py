@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from kvferry.link.counters import Counters
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol import handshake
 from kvferry.protocol.digests import Prompt, digest_chain
-from kvferry.protocol.errors import InvalidConfig
+from kvferry.protocol.errors import InvalidConfig, InvalidSecretFile
 from kvferry.protocol.handshake import (
     EngineDescription,
     Hello,
@@ -351,6 +352,11 @@ def test_a_taken_port_is_a_configuration_error_that_says_what_to_change(
             zmq.ZMQError(errno.EMFILE),
             InvalidConfig,
         ),
+        (
+            "guarded_socket.derive_keys",
+            InvalidSecretFile("libzmq", "4.3", "one with CURVE"),
+            InvalidSecretFile,
+        ),
         ("server.threading.Thread.start", RuntimeError("no thread"), RuntimeError),
     ],
 )
@@ -367,6 +373,18 @@ def test_a_start_that_fails_closes_what_it_opened(
         with pytest.raises(raised):
             RecordingListener(HOST, free_port(), counters)
         assert open_files() <= before
+
+
+def test_programs_that_the_engine_starts_get_none_of_its_files() -> None:
+    with listening():  # what ZMQ opens once a process
+        before = open_files()
+        with listening():
+            opened = open_files() - before
+            assert opened
+            inherited = [
+                target for number, target in opened if os.get_inheritable(int(number))
+            ]
+    assert not inherited
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no such host", "", "256.0.0.1"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import msgspec
 import pytest
@@ -35,6 +37,7 @@ from kvferry.protocol.handshake import (
     encode,
 )
 from tests.link.raw_listener import answer_of, end_after_the_request
+from tests.open_files import open_files
 from tests.processes import task_count
 from tests.protocol.samples import make_description
 from tests.waiting import wait_until
@@ -240,6 +243,23 @@ def test_files_bound_the_number_of_connections_and_not_the_sockets_that_zmq_give
     finally:
         context.destroy(linger=0)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("part", "failed"),
+    [
+        ("EndlessMessages", OSError(errno.EMFILE, "too many open files")),
+        ("threading.Thread.start", RuntimeError("no thread")),
+    ],
+)
+def test_a_client_that_cannot_start_closes_what_it_opened(
+    part: str, failed: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = open_files()
+    monkeypatch.setattr(f"kvferry.link.client.{part}", mock.Mock(side_effect=failed))
+    with pytest.raises(type(failed)):
+        SideChannelClient()
+    assert open_files() <= before
 
 
 def test_closing_ends_handshakes_under_way_and_refuses_more(

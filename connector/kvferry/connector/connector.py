@@ -76,8 +76,12 @@ class FerryConnector(KVConnectorBase_V1, SupportsHMA):
         # Each process has one of the two, see `__getattr__`.
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler_side = SchedulerSide(vllm_config, kv_cache_config, config)
-            if can_sleep(vllm_config):
-                follow_sleep(transfer.engine_id, self.scheduler_side)
+            try:
+                if can_sleep(vllm_config):
+                    follow_sleep(transfer.engine_id, self.scheduler_side)
+            except BaseException:
+                self.scheduler_side.close()
+                raise
         else:
             self.worker_side = WorkerSide(vllm_config, kv_cache_config, config)
             if can_sleep(vllm_config):

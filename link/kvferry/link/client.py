@@ -58,7 +58,7 @@ class SideChannelClient:
 
     Raises:
         InvalidSecretFile: there are secrets, but ZMQ has no CURVE.
-        RuntimeError: the system gives no more threads.
+        OSError, RuntimeError: the system gives no more files, or no more threads.
     """
 
     def __init__(
@@ -73,21 +73,20 @@ class SideChannelClient:
         self._lock = threading.Lock()
         self._is_closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        # By default a context has 1,023 sockets: 341 connections of three sockets each. Beyond that renewals failed
-        # with "Too many open files", whatever `ulimit -n` said. So only files bound the number of connections.
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._loop = asyncio.SelectorEventLoop()
-        self._endless = EndlessMessages()
-        self._thread = threading.Thread(
-            target=self._run, name="kvferry-side-channel", daemon=True
-        )
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.term)
+            # By default a context has 1,023 sockets: 341 connections of three sockets each. Beyond that renewals failed
+            # with "Too many open files", whatever `ulimit -n` said. So only files bound the number of connections.
+            self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+            self._loop = asyncio.SelectorEventLoop()
+            undo.callback(self._loop.close)
+            self._endless = EndlessMessages()
+            undo.callback(self._endless.close)
+            self._thread = threading.Thread(
+                target=self._run, name="kvferry-side-channel", daemon=True
+            )
             self._thread.start()
-        except RuntimeError:
-            self._context.term()
-            self._endless.close()
-            self._loop.close()
-            raise
+            undo.pop_all()
 
     def __enter__(self) -> SideChannelClient:
         return self

@@ -14,6 +14,7 @@ of them. No input ends the thread. All that waits is bounded: leases, answers an
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -195,7 +196,7 @@ class SideChannelListener:
         inbox: LeaseInbox | None = None,
     ) -> None:
         self.inbox = LeaseInbox() if inbox is None else inbox
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closing = False
         self._directory = directory or NoPrompts()
         self._directory.wake = self._wake
@@ -208,33 +209,31 @@ class SideChannelListener:
         self._counters = counters
         self._published: tuple[EngineDescription, PartsSent] | None = None
         self._why_not_published = "starting"
-        try:
-            self.address = listening_address(host)
-            self._socket = GuardedSocket(
-                self.address,
-                port,
-                MAX_REQUEST_BYTES,
-                secrets,
-                counters,
-                self._answer_one,
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self._wakeup)
+            try:
+                self.address = listening_address(host)
+                self._socket = GuardedSocket(
+                    self.address,
+                    port,
+                    MAX_REQUEST_BYTES,
+                    secrets,
+                    counters,
+                    self._answer_one,
+                )
+            except (OSError, zmq.ZMQError) as refused:
+                raise InvalidConfig(
+                    "VLLM_NIXL_SIDE_CHANNEL_HOST:VLLM_NIXL_SIDE_CHANNEL_PORT",
+                    host_port(host, port),
+                    f"an address of this machine with a free port ({refused}); every engine of a host needs its own",
+                ) from None
+            undo.callback(self._socket.close)
+            self._socket.watch(self._wakeup)
+            self._thread = threading.Thread(
+                target=self._serve, name="kvferry-listener", daemon=True
             )
-        except (OSError, zmq.ZMQError) as refused:
-            os.close(self._wakeup)
-            raise InvalidConfig(
-                "VLLM_NIXL_SIDE_CHANNEL_HOST:VLLM_NIXL_SIDE_CHANNEL_PORT",
-                host_port(host, port),
-                f"an address of this machine with a free port ({refused}); every engine of a host needs its own",
-            ) from None
-        self._socket.watch(self._wakeup)
-        self._thread = threading.Thread(
-            target=self._serve, name="kvferry-listener", daemon=True
-        )
-        try:
             self._thread.start()
-        except RuntimeError:
-            self._socket.close()
-            os.close(self._wakeup)
-            raise
+            undo.pop_all()
         secured = "without a secret"
         if secrets:
             secured = f"with secret {secrets[0].fingerprint}"

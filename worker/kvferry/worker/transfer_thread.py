@@ -211,9 +211,7 @@ class TransferThread:
         settings: WorkerSettings,
         results: ResultBox,
     ) -> None:
-        self._load_notifier = LoadNotifier(index)
         self.results = results
-        self.results.notify = self._load_notifier.notify
         self.reader = FabricReader(fabric, settings.failed_read_grace_s)
         first_reads = FirstReads(
             self.reader,
@@ -258,6 +256,9 @@ class TransferThread:
         self._withdrawal: Withdraw | None = None
         self._device = memory.caches.device
         self._thread = self._new_thread()
+        # Last, since it has a socket: nothing that could fail comes after it.
+        self._load_notifier = LoadNotifier(index)
+        self.results.notify = self._load_notifier.notify
 
     # For the engine's threads.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from kvferry.connector.config import FerryConfig
@@ -92,6 +93,19 @@ class SchedulerSide:
         kv_cache_config: KVCacheConfig,
         config: FerryConfig,
     ) -> None:
+        # What has been opened is closed if anything that follows fails: threads would go on, and keep the port.
+        with contextlib.ExitStack() as undo:
+            self._make(vllm_config, kv_cache_config, config, undo)
+            undo.pop_all()
+
+    def _make(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: FerryConfig,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Make all parts; `undo` closes those that have something open."""
         # What this engine is.
         secrets = secrets_from_environment()
         local = LocalEngine.from_vllm_config(vllm_config, kv_cache_config, config)
@@ -132,6 +146,8 @@ class SchedulerSide:
             requests=table,
         )
         self.tracing = scheduler_tracing(vllm_config, config, local)
+        if self.tracing is not None:
+            undo.callback(self.tracing.close)
         self.leases.observer = self.tracing
         self.loads.observer = self.tracing
         context = SchedulerContext(
@@ -206,6 +222,7 @@ class SchedulerSide:
         load_listener: LoadListener | None = None
         if local.reads:
             load_listener = LoadListener(local.boot, workers, loop.wake, max_steps)
+            undo.callback(load_listener.close)
         self.steps = Steps(
             self.leases,
             self.loads,
@@ -224,24 +241,19 @@ class SchedulerSide:
         admission = Admission(self.demand, self.blocks, self.loads.quarantine)
         self.monitor = EngineMonitor(self.leases, self.loads, self.blocks, counters)
 
-        try:
-            self.channel = SideChannel(
-                context,
-                self.steps,
-                self.queries,
-                directory,
-                prefixes if self._answers_prefix_queries else None,
-                facts=facts_of(vllm_config, config),
-                config=config,
-                names_all_ranks=siblings.are_all,
-                secrets=secrets,
-                allowed=allowed,
-            )
-        except BaseException:
-            self.steps.close()
-            if self.tracing is not None:
-                self.tracing.close()
-            raise
+        self.channel = SideChannel(
+            context,
+            self.steps,
+            self.queries,
+            directory,
+            prefixes if self._answers_prefix_queries else None,
+            facts=facts_of(vllm_config, config),
+            config=config,
+            names_all_ranks=siblings.are_all,
+            secrets=secrets,
+            allowed=allowed,
+        )
+        undo.callback(self.channel.close)
 
         # What vLLM's hooks mean for all of these.
         parts = RequestParts(
