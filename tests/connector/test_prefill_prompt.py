@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvferry.connector.engine.local_engine import LocalEngine, tokens_left_out
+from kvferry.connector.scheduler_side import intake
 from kvferry.connector.scheduler_side.intake import (
     RemotePromptIntake,
     RequestIntake,
@@ -28,6 +30,7 @@ from kvferry.link.counters import Counters
 from kvferry.protocol.digests import digest_chain
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.scheduler.consumer.ledger import ConsumerLedger
 from kvferry.scheduler.consumer.pull_estimate import PullEstimate
 from kvferry.scheduler.producer.ledger import ProducerLedger
@@ -195,7 +198,7 @@ def intake_of(
         tracing=None,
     )
     pulls = PrefixIntake(context, TRUSTED, asking, PullEstimate(1.0), ())
-    intake = RequestIntake(
+    received = RequestIntake(
         context,
         TRUSTED,
         RemotePromptIntake(context, TRUSTED),
@@ -203,18 +206,18 @@ def intake_of(
         PromptDirectory(),
         pulls,
     )
-    return intake, leases, counters
+    return received, leases, counters
 
 
 def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing_that_cannot_be_used() -> (
     None
 ):
-    intake, leases, counters = intake_of(STATE, FULL)
+    received, leases, counters = intake_of(STATE, FULL)
     for tokens, taken, left in ((16, True, 15), (1, False, 1)):
         request = request_of(tokens)
         request.request_id = f"of {tokens}"
         request.kv_transfer_params = {"do_remote_decode": True}
-        intake.receive(EngineRequests(RequestTable()).add(request))
+        received.receive(EngineRequests(RequestTable()).add(request))
         assert (
             leases.running(request.request_id) is not None,
             request.num_prompt_tokens,
@@ -223,3 +226,22 @@ def test_a_producer_of_states_takes_a_prefill_without_its_last_token_and_nothing
             left,
         )
         assert dict(counters.take()) == ({} if taken else {("prefills_kept", ""): 1})
+
+
+def test_requests_whose_params_cause_an_internal_error_fill_the_log_with_no_tracebacks(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(intake, "read_params", fail)
+    received, _, counters = intake_of(FULL)
+    log = logging.getLogger("of the test")
+    monkeypatch.setattr(received, "_bugs", RateLimitedLog(log, 3600.0))
+    for number in range(3):
+        request = request_of(16)
+        request.request_id = f"r{number}"
+        received.receive(EngineRequests(RequestTable()).add(request))
+    (message,) = (each.getMessage() for each in caplog.records if each.name == log.name)
+    assert message == "req=r0: an internal error in its params"
+    assert counters.take() == {("local_recomputes", "invalid_params"): 3}

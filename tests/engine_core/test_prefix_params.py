@@ -7,6 +7,7 @@ NIXL. What an answerer finds is tested in `test_prefix_pulls.py`.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvferry.link import limits
 from kvferry.link.limits import Backoff
 from kvferry.protocol.params import RemotePrefill, read_params
 from kvferry.protocol.queries import Answer, PrefixQuery, PromptProgress
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.scheduler.consumer.pull_estimate import (
     ASSUMED_BYTES_S,
     ASSUMED_TOKENS_S,
@@ -387,6 +389,22 @@ def test_an_answer_of_no_use_costs_a_computation(
     assert total(asker, NOT_PULLED) == 1
     assert total(asker, "failed_requests") == total(asker, "local_recomputes") == 0
     assert asker.engine.is_whole
+
+
+def test_answers_that_cannot_be_used_do_not_fill_the_log(
+    make_asker: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("of the test")
+    queries = make_asker().engine.connector.scheduler_side.queries
+    monkeypatch.setattr(queries, "_unusable", RateLimitedLog(log, 3600.0))
+    for number in range(3):
+        unusable = Answer(
+            number=number, progress=PromptProgress.TICKET, params=msgspec.Raw(b"\x80")
+        )
+        queries.on_found(("10.0.0.1", 5600), unusable)
+    assert not list(queries.take_found(lambda tokens: 0.0))
+    (message,) = (each.getMessage() for each in caplog.records if each.name == log.name)
+    assert message.startswith("an answer of 10.0.0.1:5600 cannot be used: ")
 
 
 def test_a_lease_that_ends_before_the_read_costs_a_computation(

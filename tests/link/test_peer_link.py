@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.link import limits
+from kvferry.link import limits, peer_link
 from kvferry.link.commands import ReleaseLease, RenewLease, StartQuery
 from kvferry.link.connection import Connection
 from kvferry.link.counters import Counters
@@ -36,6 +36,7 @@ from kvferry.protocol.queries import (
     Answers,
     PromptProgress,
 )
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 from tests.link.channel import (
     ANY_ADDRESS,
     HOST,
@@ -499,6 +500,34 @@ def test_a_peer_whose_answer_to_a_query_is_none_loses_the_connection_before_it_i
             _answering(server, b"subscribe", answers, ENDLESS) < 4 * MAX_ANSWERS_BYTES
         )
         assert found.get(timeout=NEVER_S).progress is PromptProgress.UNKNOWN
+
+
+def test_answers_that_cause_an_internal_error_again_and_again_do_not_fill_the_log(
+    renewer: LeaseRenewer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "RETRY", Backoff(0.01, 0.01))
+    monkeypatch.setattr(peer_link, "_bugs", RateLimitedLog(peer_link.logger, 3600.0))
+    taken: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+
+    def fail(_: object, answer: Answer) -> None:
+        taken.put(answer)
+        raise KeyError("a bug")
+
+    queries = QueryClient(renewer.links, "decode-0", fail)
+    answer = Answer(number=1, progress=PromptProgress.OVER)
+    frame = answer_of(encode(Answers(answers=(answer,))))
+    with socket.create_server((HOST, 0)) as server:
+        server.settimeout(30)
+        queries.submit([StartQuery((HOST, server.getsockname()[1]), query(1))])
+        for _ in range(3):
+            end_after_the_request(server, frame, b"subscribe")
+            assert taken.get(timeout=NEVER_S) == answer
+        # The connection after the last answer comes when its error is over.
+        connection, _ = server.accept()
+        connection.close()
+    assert caplog.text.count("could not be taken") == 1
 
 
 def test_the_longest_answer_to_a_query_is_taken(renewer: LeaseRenewer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import queue
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -217,6 +218,32 @@ def test_for_want_of_sockets_a_producer_is_looked_for_again_later(
     look_for([(HOST, port)])
     assert found.next() == prewarm(port, life(1))
     assert "Too many open files" in caplog.text
+
+
+def test_a_producer_that_ends_every_connection_is_asked_at_intervals(
+    listen: Any, found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer is a line of the log, and a step of an idle engine."""
+    monkeypatch.setattr(limits, "RETRY", Backoff(0.01, 0.3))
+    port = free_port()
+    listen(port, life(1))
+    links = PeerLinks(SideChannelClient(), Counters())
+
+    def end_connection(producer: Prewarm) -> None:
+        found.producers.put(producer)
+        peer = links.to((HOST, port)).peer
+        assert peer is not None
+        peer.end("it ends them all")
+
+    begun_s = time.monotonic()
+    PeerPrewarmer(
+        links, [(HOST, port)], ME, lambda: MY_BOOT, end_connection, TIMEOUT_S
+    ).start()
+    for _ in range(4):
+        found.next()
+    # Three whole intervals, but for what a timer may be early.
+    assert time.monotonic() - begun_s > 3 * 0.29
+    links.close()
 
 
 def test_a_late_answer_is_not_taken_for_that_to_the_next_request(look_for: Any) -> None:

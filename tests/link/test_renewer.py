@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 import time
@@ -24,6 +25,7 @@ from kvferry.link.limits import HEARTBEATS_PER_LEASE
 from kvferry.link.renewer import LeaseRenewer
 from kvferry.link.secrets import Secrets
 from kvferry.protocol.handshake import LeaseName, Release, Renew
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 from tests.engine_core.step_count import StepCount
 from tests.link.channel import HOST, RecordingListener, free_port, listening, renewing
 from tests.link.secret_files import NEW, OLD
@@ -153,6 +155,27 @@ def test_after_a_bug_that_keeps_a_renewal_from_being_sent_the_thread_sleeps_and_
         assert counters.total("side_channel_errors") <= 3, (
             "one each turn, and a release costs two at most"
         )
+
+
+def test_commands_that_cause_an_internal_error_do_not_fill_the_log(
+    renewer: LeaseRenewer,
+    counters: Counters,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(renewer.links, "to", fail)
+    monkeypatch.setattr(
+        renewer, "_bugs", RateLimitedLog(logging.getLogger("kvferry.test"), 3600.0)
+    )
+    renewer.submit(ReleaseLease(lease(1, number)) for number in range(20))
+    wait_until(
+        lambda: counters.total("side_channel_errors") == 20, "all of them have failed"
+    )
+    renewer.close()
+    assert len(caplog.records) == 1
 
 
 def test_a_lease_that_is_shorter_than_the_sleep_is_renewed_in_time(

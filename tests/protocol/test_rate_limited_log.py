@@ -44,3 +44,14 @@ def test_an_exception_is_logged_with_its_traceback_and_the_place_of_the_caller(
     assert record.exc_info is not None
     assert record.exc_info[0] is KeyError
     assert record.filename == "test_rate_limited_log.py"
+
+
+def test_an_error_that_is_handled_no_more_is_logged_with_its_own_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = RateLimitedLog(logging.getLogger("kvferry.test"))
+    log.exception("it has failed: %d", 1, error=KeyError("a bug"))
+    (record,) = caplog.records
+    assert record.getMessage() == "it has failed: 1"
+    assert record.exc_info is not None
+    assert record.exc_info[0] is KeyError

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from kvferry.protocol.orders import FailureReason
+from kvferry.worker.fabric.errors import InternalErrors
 from kvferry.worker.loads import runner as load_runner
 from kvferry.worker.loads.load import Load, LoadContext
 from kvferry.worker.loads.results import ResultBox
@@ -80,6 +81,28 @@ def test_where_posts_let_go_of_the_lock_one_load_follows_another(
     reader.gil_released_at_s = time.monotonic() + 60.0
     runner.step()
     assert resumed == {"a": 1, "b": 1, "c": 1}
+
+
+def test_loads_with_an_internal_error_fill_the_log_with_no_tracebacks(
+    runner: LoadRunner,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> Steps:
+        yield None
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(
+        load_runner, "internal_errors", InternalErrors(load_runner.logger, 3600.0)
+    )
+    monkeypatch.setattr(load_runner, "_STRETCH_S", 60.0)
+    for load in runner.loads.of(LoadState.RUNNING):
+        load.resumed_steps = fail()
+    for _ in range(2):
+        runner.step()
+    assert caplog.text.count("load failed (transfer): KeyError('a bug')") == 3
+    assert caplog.text.count("Traceback") == 1
+    assert "an internal error in a load" in caplog.text
 
 
 @pytest.mark.parametrize("stretch_s", [0.0, 60.0])

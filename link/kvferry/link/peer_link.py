@@ -52,6 +52,9 @@ from kvferry.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
+# One for the process: what a peer can cause over one link, others can over theirs.
+_bugs = RateLimitedLog(logger)
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -377,8 +380,8 @@ class PeerLink:
                     await self._connect_and_hold()
                 except KvferryError as failed:
                     await self._attempt_failed(failed)
-                except Exception:
-                    logger.exception(
+                except Exception:  # noqa: BLE001 - shown, with its traceback
+                    _bugs.exception(
                         "the link to %s has failed", host_port(*self.address)
                     )
                     await self._attempt_failed(HandshakeFailed("an internal error"))
@@ -690,8 +693,8 @@ class ConnectedPeer:
             self._pass_on(frame)
         except KvferryError as refused:
             self.end(str(refused))
-        except Exception:
-            logger.exception(
+        except Exception:  # noqa: BLE001 - shown, with its traceback
+            _bugs.exception(
                 "an answer of %s could not be taken", host_port(*self._address)
             )
             self.end("an internal error")

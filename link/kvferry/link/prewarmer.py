@@ -68,13 +68,16 @@ class PeerPrewarmer:
 
     async def _follow(self, link: PeerLink) -> None:
         """Find the producer at an address, again and again."""
+        loop = asyncio.get_running_loop()
         where = host_port(*link.address)
         logged = ""  # an error is logged once, until it is over or changes
         link.is_static = True
         link.update()
         while True:
+            asked_s: float | None = None
             try:
                 peer = await link.connected()
+                asked_s = loop.time()
                 producer = await within(self._timeout_s, self._find(peer, link.address))
                 # By the boot: an engine's id may be another engine's, too.
                 if producer.boot == self._own_boot():
@@ -94,9 +97,10 @@ class PeerPrewarmer:
             if why != logged:
                 logger.warning("prewarming %s: %s", where, why)
                 logged = why
-            if link.peer is not None:
-                # It is starting, perhaps. An attempt to connect has a pause of its own.
-                await asyncio.sleep(limits.RETRY.longest_s)
+            if asked_s is not None:
+                # It is starting, perhaps, or ends every connection: it must fill neither the log nor the engine's
+                # steps. An attempt to connect has a pause of its own.
+                await asyncio.sleep(asked_s + limits.RETRY.longest_s - loop.time())
 
     async def _find(self, peer: ConnectedPeer, address: Address) -> Prewarm:
         """The engine at the other end of a connection.

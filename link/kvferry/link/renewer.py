@@ -30,6 +30,7 @@ from kvferry.link.commands import (
 from kvferry.link.peer_link import Message, PeerLinks, PeerLinksSnapshot
 from kvferry.protocol.errors import HandshakeFailed
 from kvferry.protocol.handshake import MAX_RENEWALS, LeaseName, Release, Renew, encode
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,7 @@ class LeaseRenewer:
         self._sleeps_until_s = math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._renewed: dict[Endpoint, _RenewedLeases] = {}
+        self._bugs = RateLimitedLog(logger)
 
     def snapshot(self) -> LeaseRenewerSnapshot:
         """What it has to do now. May be called on any thread."""
@@ -199,9 +201,9 @@ class LeaseRenewer:
         """Log and count an exception, which is a bug: the other leases must still be renewed."""
         try:
             part()
-        except Exception:
+        except Exception:  # noqa: BLE001 - shown, with its traceback
             self.links.counters.add("side_channel_errors")
-            logger.exception("a lease command could not be carried out")
+            self._bugs.exception("a lease command could not be carried out")
 
     def _carry_out(self, command: LeaseCommand, submitted_s: float) -> None:
         lease = command.lease

@@ -21,14 +21,21 @@ class RateLimitedLog:
 
     def warning(self, text: str, *values: object) -> None:
         """As `Logger.warning`."""
-        self._log(logging.WARNING, text, values, with_traceback=False)
+        self._log(logging.WARNING, text, values, shown=False)
 
-    def exception(self, text: str, *values: object) -> None:
-        """As `Logger.exception`: with the traceback of the exception that is being handled."""
-        self._log(logging.ERROR, text, values, with_traceback=True)
+    def exception(
+        self, text: str, *values: object, error: BaseException | None = None
+    ) -> None:
+        """As `Logger.exception`: with the traceback of an error, by default of the one that is being handled."""
+        self._log(logging.ERROR, text, values, shown=error or True)
 
     def _log(
-        self, level: int, text: str, values: tuple[object, ...], *, with_traceback: bool
+        self,
+        level: int,
+        text: str,
+        values: tuple[object, ...],
+        *,
+        shown: BaseException | bool,
     ) -> None:
         now_s = time.monotonic()
         if now_s < self._quiet_until_s:
@@ -39,4 +46,4 @@ class RateLimitedLog:
             text = f"{text} ({self._omitted} similar lines omitted)"
             self._omitted = 0
         # Three frames up is the caller of `warning` or `exception`: its file and line belong into the record.
-        self._logger.log(level, text, *values, exc_info=with_traceback, stacklevel=3)
+        self._logger.log(level, text, *values, exc_info=shown, stacklevel=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import Any
+from typing import Any, Never
 
 import pytest
 
@@ -12,6 +12,8 @@ from kvferry.link import limits
 from kvferry.link.limits import FOR_LOADS, Backoff
 from kvferry.plan.transfer_plan import TransferPlan
 from kvferry.protocol.orders import FailureReason
+from kvferry.worker.fabric.errors import InternalErrors
+from kvferry.worker.peers import registry
 from kvferry.worker.peers.peer import Peer
 from kvferry.worker.peers.registry import CHECK_S, FailedPeers, Unavailable
 from tests.worker.peers.scene import ENTRIES, KEY, TTL_S, Scene
@@ -56,6 +58,24 @@ def test_a_plan_is_logged_whole_with_what_the_line_has_no_room_for_at_debug(
     assert first[0] == logging.INFO
     assert ": plan: 2 more lines at DEBUG; over the fabric, not mapped: " in first[1]
     assert more == [(logging.DEBUG, f"peer={KEY} {line}") for line in ("one", "two")]
+
+
+def test_producers_that_cause_an_internal_error_fill_the_log_with_no_tracebacks(
+    scene: Scene, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> Never:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(
+        registry, "internal_errors", InternalErrors(registry.logger, 3600.0)
+    )
+    scene.answer = fail
+    for number in range(3):
+        key = KEY._replace(boot=f"{number:032x}")
+        assert isinstance(scene.connect(0.0, key), Unavailable)
+    assert caplog.text.count("cannot be read from (handshake)") == 3
+    assert caplog.text.count("Traceback") == 1
+    assert "the handshake failed with an internal error" in caplog.text
 
 
 def test_a_restart_is_not_held_up_by_the_backoff_of_the_former_life(

@@ -50,6 +50,7 @@ from kvferry.protocol.params import (
     request_key,
     without_transfer,
 )
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from kvferry.scheduler.requests import LeaseUse, PromptKind
 
@@ -85,6 +86,7 @@ class RequestIntake:
         self._queries = queries
         self._directory = directory
         self._pulls = pulls
+        self._bugs = RateLimitedLog(logger)
 
     def receive(self, entry: EngineRequest) -> None:
         """Read the request's params before vLLM does, and remove unusable ones."""
@@ -107,9 +109,9 @@ class RequestIntake:
             self._remote.compute_here(request, "foreign_params", str(foreign))
         except InvalidParams as invalid:
             self._remote.compute_here(request, "invalid_params", str(invalid))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - shown, with its traceback
             # An exception here would end the engine's input loop. The request is served without a transfer.
-            logger.exception(
+            self._bugs.exception(
                 "req=%s: an internal error in its params", request.request_id
             )
             self._remote.compute_here(request, "invalid_params", repr(error))
@@ -125,10 +127,10 @@ class RequestIntake:
                 self._return_ticket(settled, entry)
             else:
                 self._apply_answer(settled, entry)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - shown, with its traceback
             # As in `receive`: what a peer has sent must not end the engine's loop.
             if not isinstance(error, InputError):
-                logger.exception(
+                self._bugs.exception(
                     "req=%s: an internal error in its params", settled.request_id
                 )
             if entry is not None and settled.waits:

@@ -38,6 +38,7 @@ from kvferry.protocol.params import (
     request_key,
 )
 from kvferry.protocol.queries import Answer, PromptProgress
+from kvferry.protocol.rate_limited_log import RateLimitedLog
 from kvferry.scheduler.consumer.pending_queries import PendingQueries
 from kvferry.scheduler.consumer.prefix_searches import PrefixSearches
 from kvferry.scheduler.requests import PendingQuery, PrefixSearch
@@ -151,6 +152,7 @@ class PromptQueries:
         self._answers = _Answers()
         # One for each engine that a search asks, two at most.
         self._found: deque[tuple[Producer, Answer]] = deque()
+        self._unusable = RateLimitedLog(logger)
         # The containers themselves, since they are looked at in every hook, and most engines have no query at most
         # times: the lock and the timers cost them 9 µs a step. An answer that comes meanwhile wakes the loop, and is
         # taken in the next step.
@@ -273,7 +275,7 @@ class PromptQueries:
                     most_tokens = searches.most_tokens(answer.number)
                     ticket = decode_params(answer.params, most_tokens)
                 except InputError as invalid:
-                    logger.warning(
+                    self._unusable.warning(
                         "an answer of %s cannot be used: %s",
                         host_port(*producer),
                         invalid,

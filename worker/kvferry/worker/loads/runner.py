@@ -415,8 +415,9 @@ class LoadRunner:
             self._fail(load, FailureReason.TRANSFER, str(error))
             if isinstance(error, PeerLost) and load.peer is not None:
                 self._context.registry.lost(load.peer, str(error), time.monotonic())
-        except Exception as error:
-            logger.exception("%s: an internal error in a load", load)
+        except Exception as error:  # noqa: BLE001 - shown, with its traceback
+            # A producer may be the cause of all of them.
+            internal_errors.exception("%s: an internal error in a load", load)
             self._fail(load, FailureReason.TRANSFER, repr(error))
         return True
 

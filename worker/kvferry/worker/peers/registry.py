@@ -26,6 +26,7 @@ from kvferry.link import limits
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InputError, KvferryError, PeerRefused
 from kvferry.protocol.orders import FailureReason
+from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.peers.first_contact import FirstRead, FirstReads
 from kvferry.worker.peers.handshakes import (
     BeginHandshake,
@@ -428,10 +429,8 @@ class PeerRegistry:
             del self._static[key.address]
         self._give_up(key, Unavailable(reason, str(error) or repr(error)), now_s)
         if not isinstance(error, KvferryError):
-            logger.error(
-                "peer=%s: the handshake failed with an internal error",
-                key,
-                exc_info=error,
+            internal_errors.exception(
+                "peer=%s: the handshake failed with an internal error", key, error=error
             )
 
     def _give_up(self, key: PeerKey, why: Unavailable, now_s: float) -> None:
