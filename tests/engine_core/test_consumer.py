@@ -219,6 +219,20 @@ def test_a_request_that_ends_before_it_was_scheduled_gives_its_lease_back(
     assert engine.is_whole
 
 
+def test_a_prompt_that_is_too_long_for_this_engine_gives_its_lease_back(
+    make_engine: Any, eavesdropper: Eavesdropper
+) -> None:
+    """The usual reason of a rejection. vLLM 0.32 passes it on with a prompt of one token, whatever its params list."""
+    engine = make_engine("kv_consumer")
+    params = offer(tokens(1200 * BLOCK_TOKENS), port=eavesdropper.port, slot=3)
+    assert len(params["remote_block_ids"][0]) == 1200
+    engine.add("d", [0], params, **REJECTED)
+    engine.abort("d")
+    assert eavesdropper.released() == [3]
+    assert engine.counted("local_recomputes", "invalid_params") == 0
+    assert engine.is_whole
+
+
 def test_a_failed_load_is_computed_here_counted_and_never_tried_again(
     make_engine: Any, eavesdropper: Eavesdropper
 ) -> None:

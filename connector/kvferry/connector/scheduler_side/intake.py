@@ -94,7 +94,12 @@ class RequestIntake:
         if request.resumable:
             entry.session = Session(request)
         try:
-            params = read_params(request.kv_transfer_params, request.num_prompt_tokens)
+            most_tokens = request.num_prompt_tokens
+            if request.abort_immediately:
+                # vLLM 0.32 has put one token in the place of a prompt that it has rejected, often because it is too
+                # long. Its params list all of the producer's blocks.
+                most_tokens = max(most_tokens, self._context.blocks.max_model_len)
+            params = read_params(request.kv_transfer_params, most_tokens)
             if isinstance(params, RemoteDecode):
                 may_pull = self._accept_prefill(entry)
                 if may_pull and self._context.local.asks_prefixes:
