@@ -78,6 +78,80 @@ def _json(what: str) -> Option:
     return Option("--json", "", f"print {what} as JSON")
 
 
+_PLAN = (
+    Option("producer", "PRODUCER", "the engine that prefills"),
+    Option("consumer", "CONSUMER", "the engine that decodes"),
+    Option(
+        "--tokens", "N", "tokens of the prompt (default: 8192, or what the caches hold)"
+    ),
+    Option("--link", "G", "GB/s of every worker's link", "50"),
+    Option(
+        "--direct-min-bytes", "N", "the consumer's direct_min_bytes (default: 16384)"
+    ),
+    Option(
+        "--staging-pool-bytes", "N", "the consumer's staging_pool_bytes, 0 for none"
+    ),
+    Option(
+        "--same-host",
+        "",
+        "both engines are on one host, with caches in shared files: all of the producer's memory is mapped",
+    ),
+    _json("the plan"),
+    Option("--svg", "FILE", "also draw the plan"),
+    Option("--copies", "REQUEST", "print every copy for the blocks in this JSON file"),
+    Option(
+        "--out",
+        "FILE",
+        "a file for the output of --copies (default: standard output, without the table)",
+    ),
+)
+_DESCRIBE = (
+    Option("address", "HOST:PORT", "the producer's side channel, [host]:port for IPv6"),
+    Option("--json", "", "print the description JSON that `kvferry plan` reads"),
+    Option("--timeout", "S", "seconds to wait", "5"),
+)
+_DOCTOR = (
+    _json("the findings"),
+    Option(
+        "--data-parallel-size",
+        "N",
+        "data-parallel ranks of an engine here: the port of each is tried",
+        "1",
+    ),
+    Option("--timeout", "S", "seconds for all checks, which run at the same time", "8"),
+)
+_BENCH = (
+    Option(
+        "--listen",
+        "HOST[:PORT]",
+        "offer memory to one client (default: 0.0.0.0:5700)",
+        nargs="?",
+        # It is for other machines, and serves nothing but its own content.
+        const="0.0.0.0",  # noqa: S104
+    ),
+    Option(
+        "--allowed-hosts",
+        "HOST,…",
+        "addresses and networks from which a client may join a listener without a secret, or * for any "
+        "(default: this host)",
+    ),
+    Option("--connect", "HOST[:PORT]", "read from this listener (default port: 5700)"),
+    Option("--device", "D", "memory to read: auto, cpu or cuda", "auto"),
+    Option("--max-size", "N", "largest read, up to 1G", "64M"),
+    Option("--seconds", "S", "seconds to measure each row of the table", "0.5"),
+    Option("--timeout", "S", "seconds to wait for a read, or an answer", "10"),
+    _json("what was measured"),
+)
+_TRACE = (
+    Option("dirs", "DIR", "folders, searched recursively, or *.jsonl files", nargs="+"),
+    Option("-o --out", "OUT", "write a file for ui.perfetto.dev: .json or .json.gz"),
+    Option(
+        "--request", "ID", "only handovers with an id, of any kind, that contains this"
+    ),
+    Option("--slowest", "N", "number of handovers to show", "20"),
+    _json("what was found"),
+)
+
 COMMANDS = {
     "plan": Command(
         "kvferry.cli.plan.command:run_plan",
@@ -86,59 +160,13 @@ COMMANDS = {
         "sizes (./config.json,tp=4, or a folder or a model of the local hub cache in the file's place), sizes alone "
         "(tp=2: the other side's model), a short form (layers=32,heads=8,dim=128,tp=4), or an engine's description "
         "JSON (a file, or - for standard input). Exit code 1: the pair is refused.",
-        (
-            Option("producer", "PRODUCER", "the engine that prefills"),
-            Option("consumer", "CONSUMER", "the engine that decodes"),
-            Option(
-                "--tokens",
-                "N",
-                "tokens of the prompt (default: 8192, or what the caches hold)",
-            ),
-            Option("--link", "G", "GB/s of every worker's link", "50"),
-            Option(
-                "--direct-min-bytes",
-                "N",
-                "the consumer's direct_min_bytes (default: 16384)",
-            ),
-            Option(
-                "--staging-pool-bytes",
-                "N",
-                "the consumer's staging_pool_bytes, 0 for none",
-            ),
-            Option(
-                "--same-host",
-                "",
-                "both engines are on one host, with caches in shared files: all of the producer's memory is mapped",
-            ),
-            _json("the plan"),
-            Option("--svg", "FILE", "also draw the plan"),
-            Option(
-                "--copies",
-                "REQUEST",
-                "print every copy for the blocks in this JSON file",
-            ),
-            Option(
-                "--out",
-                "FILE",
-                "a file for the output of --copies (default: standard output, without the table)",
-            ),
-        ),
+        _PLAN,
     ),
     "describe": Command(
         "kvferry.cli.plan.describe:run_describe",
         "ask a running engine for its description",
         "Asks the engine whose side channel is at HOST:PORT for its description. Exit code 1: no engine answered.",
-        (
-            Option(
-                "address",
-                "HOST:PORT",
-                "the producer's side channel, [host]:port for IPv6",
-            ),
-            Option(
-                "--json", "", "print the description JSON that `kvferry plan` reads"
-            ),
-            Option("--timeout", "S", "seconds to wait", "5"),
-        ),
+        _DESCRIBE,
     ),
     "doctor": Command(
         "kvferry.cli.doctor.command:run_doctor",
@@ -146,21 +174,7 @@ COMMANDS = {
         "Checks versions, devices, UCX settings, limits, ports and the secret of this machine, and makes a "
         "loopback transfer. Run it like an engine: same user, container and environment. "
         "Exit code 1: something is broken.",
-        (
-            _json("the findings"),
-            Option(
-                "--data-parallel-size",
-                "N",
-                "data-parallel ranks of an engine here: the port of each is tried",
-                "1",
-            ),
-            Option(
-                "--timeout",
-                "S",
-                "seconds for all checks, which run at the same time",
-                "8",
-            ),
-        ),
+        _DOCTOR,
     ),
     "bench": Command(
         "kvferry.cli.bench.command:run_bench",
@@ -168,55 +182,13 @@ COMMANDS = {
         "Reads memory of known content from one machine to another over NIXL, compares every byte and "
         "times the reads. Run it before you start an engine, --listen on one machine and --connect on the other, like "
         "engines: same user, container and environment. Exit code 1: a byte was wrong.",
-        (
-            Option(
-                "--listen",
-                "HOST[:PORT]",
-                "offer memory to one client (default: 0.0.0.0:5700)",
-                nargs="?",
-                # It is for other machines, and serves nothing but its own content.
-                const="0.0.0.0",  # noqa: S104
-            ),
-            Option(
-                "--allowed-hosts",
-                "HOST,…",
-                "addresses and networks from which a client may join a listener without a secret, or * for any "
-                "(default: this host)",
-            ),
-            Option(
-                "--connect",
-                "HOST[:PORT]",
-                "read from this listener (default port: 5700)",
-            ),
-            Option("--device", "D", "memory to read: auto, cpu or cuda", "auto"),
-            Option("--max-size", "N", "largest read, up to 1G", "64M"),
-            Option("--seconds", "S", "seconds to measure each row of the table", "0.5"),
-            Option("--timeout", "S", "seconds to wait for a read, or an answer", "10"),
-            _json("what was measured"),
-        ),
+        _BENCH,
     ),
     "trace": Command(
         "kvferry.cli.trace.command:run_trace",
         "show where the time of handovers went",
         "Merges the records of engines with `trace_dir` into one timeline per handover, the slowest first.",
-        (
-            Option(
-                "dirs",
-                "DIR",
-                "folders, searched recursively, or *.jsonl files",
-                nargs="+",
-            ),
-            Option(
-                "-o --out", "OUT", "write a file for ui.perfetto.dev: .json or .json.gz"
-            ),
-            Option(
-                "--request",
-                "ID",
-                "only handovers with an id, of any kind, that contains this",
-            ),
-            Option("--slowest", "N", "number of handovers to show", "20"),
-            _json("what was found"),
-        ),
+        _TRACE,
     ),
 }
 
