@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 from hypothesis import strategies as st
 
 from kvferry.cli.plan.short_form import (
@@ -17,6 +20,7 @@ from kvferry.protocol.handshake import EngineDescription
 DENSE = "layers=4,heads=4,dim=8,blocks=64"
 """A small engine; tests append further keys."""
 
+T = TypeVar("T")
 KINDS = ("heads", "heads", "mla", "cpu")
 
 
@@ -38,78 +42,51 @@ def short_forms(
     draw: st.DrawFn, layers: int | None = None, kinds: tuple[str, ...] = KINDS
 ) -> str:
     """A valid short form with any of the keys."""
-    count = layers or draw(st.integers(1, 6))
-    size = draw(st.integers(1, 4))
-    pairs = [f"layers={count}", f"tp={size}"]
-    kind = draw(st.sampled_from(kinds))
+
+    def number(low: int, high: int) -> int:
+        return draw(st.integers(low, high))
+
+    def one_of(values: Iterable[T]) -> T:
+        return draw(st.sampled_from(list(values)))
+
+    count = layers or number(1, 6)
+    kind = one_of(kinds)
+    form: dict[str, object] = {"layers": count, "dtype": one_of(DTYPE_BYTES)}
     if kind == "mla":
-        pairs.append(f"mla={draw(st.integers(1, 9))}")
+        form["mla"] = number(1, 9)
     else:
-        pairs += [f"heads={draw(st.integers(1, 6))}", f"dim={draw(st.integers(1, 8))}"]
-    if kind == "cpu":
-        pairs.append("layout=CPU")
-    else:
-        pairs.append(
-            f"layout={draw(st.sampled_from([name for name in LAYOUTS if name != 'CPU']))}"
-        )
+        form |= {"heads": number(1, 6), "dim": number(1, 8)}
+    form["layout"] = "CPU"
+    if kind != "cpu":
+        form["layout"] = one_of(name for name in LAYOUTS if name != "CPU")
     if kind == "heads":
-        pairs.append(f"kv={draw(st.sampled_from(['packed', 'apart']))}")
-    pairs.append(f"dtype={draw(st.sampled_from(sorted(DTYPE_BYTES)))}")
-    kernel = draw(st.integers(1, 4))
-    block = kernel * draw(st.integers(1, 3))
-    pairs += [
-        f"block={block}",
-        f"kernel_block={kernel}",
-        f"blocks={draw(st.integers(2, 5))}",
-    ]
-    pairs += _stages(draw, count)
-    pairs += _contexts(draw, size, block, kind == "mla")
-    pairs += _windows_and_states(draw, count)
-    return ",".join(draw(st.permutations(pairs)))
-
-
-def _stages(draw: st.DrawFn, layers: int) -> list[str]:
-    if draw(st.booleans()):
-        return [f"pp={draw(st.integers(1, layers))}"]
-    first = draw(st.integers(1, layers))
-    return [
-        f"stages={first}+{layers - first}" if first < layers else f"stages={layers}"
-    ]
-
-
-def _contexts(draw: st.DrawFn, tp: int, block: int, is_mla: bool) -> list[str]:
-    pcp = draw(st.integers(1, 2))
+        form["kv"] = one_of(["packed", "apart"])
+    kernel = number(1, 4)
+    block = kernel * number(1, 3)
+    form |= {"block": block, "kernel_block": kernel, "blocks": number(2, 5)}
+    # Stages.
+    first = number(1, count)
+    stages = f"{first}+{count - first}" if first < count else f"{first}"
+    form |= one_of([{"pp": first}, {"stages": stages}])
+    # Context parallel ranks: in groups that are ranks of one prefill rank, or whole prefill ranks.
+    tp = number(1, 4)
+    pcp = number(1, 2)
     sizes = [size for size in range(1, pcp * tp + 1) if pcp * tp % size == 0]
-    if not is_mla:
-        sizes = [
-            s for s in sizes if pcp % s == 0 or (s % pcp == 0 and tp % (s // pcp) == 0)
-        ]
-    dcp = draw(st.sampled_from(sizes))
-    runs = [run for run in range(1, block + 1) if block % run == 0]
-    run = (
-        [f"interleave={draw(st.sampled_from(runs))}"]
-        if dcp > 1 and draw(st.booleans())
-        else []
-    )
-    return [f"pcp={pcp}", f"dcp={dcp}", *run]
-
-
-def _windows_and_states(draw: st.DrawFn, layers: int) -> list[str]:
-    pairs = []
-    if layers > 2 and draw(st.booleans()):
-        pairs.append(f"window={draw(st.integers(1, 40))}@0-{layers - 2}/2")
-    if layers > 1 and draw(st.booleans()):
-        pairs.append(f"state_layers={layers - 1}")
-        if draw(st.booleans()):
-            pairs.append(f"ssm={draw(st.integers(1, 6))}x{draw(st.integers(1, 4))}")
-        if draw(st.booleans()) or not pairs[-1].startswith("ssm"):
-            star = draw(st.sampled_from(["", "*"]))
-            pairs.append(
-                f"conv=x{draw(st.integers(1, 8))}+B{draw(st.integers(1, 4))}{star}"
-            )
-            pairs += [
-                f"conv_width={draw(st.integers(1, 3))}",
-                f"conv_layout={draw(st.sampled_from(['SD', 'DS']))}",
-            ]
-        pairs.append(f"state_dtype={draw(st.sampled_from(sorted(DTYPE_BYTES)))}")
-    return pairs
+    if kind != "mla":
+        sizes = [s for s in sizes if pcp % s == 0 or s % pcp == tp % (s // pcp) == 0]
+    form |= {"tp": tp, "pcp": pcp, "dcp": one_of(sizes)}
+    if form["dcp"] != 1 and number(0, 1):
+        form["interleave"] = one_of(n for n in range(1, block + 1) if block % n == 0)
+    # Windows and states.
+    if count > 2 and number(0, 1):
+        form["window"] = f"{number(1, 40)}@0-{count - 2}/2"
+    if count > 1 and number(0, 1):
+        form |= {"state_layers": count - 1, "state_dtype": one_of(DTYPE_BYTES)}
+        kept = one_of(["ssm", "conv", "both"])
+        if kept != "conv":
+            form["ssm"] = f"{number(1, 6)}x{number(1, 4)}"
+        if kept != "ssm":
+            form["conv"] = f"x{number(1, 8)}+B{number(1, 4)}{one_of(['', '*'])}"
+            form |= {"conv_width": number(1, 3), "conv_layout": one_of(["SD", "DS"])}
+    pairs = [f"{key}={value}" for key, value in form.items()]
+    return ",".join(draw(st.permutations(pairs)))

@@ -27,10 +27,8 @@ from tests.cli.plan.test_prediction import DENSE_OF_NHD, NHD, placings, summary_
 from tests.draws import draws
 from tests.fuzz.mutation import Source, mutate
 
-EIGHT, FOUR = (
-    f"{DENSE},heads=8,tp=8".replace("heads=4,", ""),
-    f"{DENSE},heads=8,tp=4".replace("heads=4,", ""),
-)
+EIGHT = f"{DENSE},tp=8".replace("heads=4", "heads=8")
+FOUR = EIGHT.replace("tp=8", "tp=4")
 
 
 def test_the_staging_pool_has_the_default_size_of_a_worker() -> None:
@@ -55,21 +53,15 @@ def test_without_a_staging_pool_or_with_short_direct_runs_nothing_is_staged(
 
 def test_the_prompt_is_as_long_as_the_smaller_cache_allows() -> None:
     assert summary_of(DENSE, f"{DENSE},tp=2").tokens == 63 * 16
-    assert summary_of("layers=1,mla=8", "layers=1,mla=8").tokens == 8192
-    assert (
-        summary_of("layers=1,mla=8", "layers=1,mla=8", "--tokens", "9000").tokens
-        == 9000
-    )
+    latent = ("layers=1,mla=8", "layers=1,mla=8")
+    assert summary_of(*latent).tokens == 8192
+    assert summary_of(*latent, "--tokens", "9000").tokens == 9000
     said = refused("plan", DENSE, DENSE, "--tokens", "1009")
-    assert (
-        "--tokens is 1009; expected at most 1008: the consumer's cache holds no more\n"
-        in said
-    )
+    limit = "expected at most 1008: the consumer's cache holds no more\n"
+    assert f"--tokens is 1009; {limit}" in said
 
 
-def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_1() -> (
-    None
-):
+def test_a_refused_pair_has_all_its_reasons_and_exit_code_1() -> None:
     arguments = [DENSE.replace("heads=4", "heads=3"), f"{DENSE},window=64"]
     table, reported = run("plan", *arguments), run("plan", *arguments, "--json")
     assert (table.code, table.err, reported.code, reported.err) == (1, "", 1, "")
@@ -78,15 +70,11 @@ def test_a_refused_pair_has_all_its_reasons_on_standard_output_and_exit_code_1()
     producer, consumer = read_pair(*arguments)
     with pytest.raises(PlanRefused) as refused:
         plan_engine(consumer, producer)
-    assert [(one.field, one.change) for one in refusal.reasons] == [
-        (one.field, one.change) for one in refused.value.reasons
-    ]
-    for reason in refused.value.reasons:
-        words = " ".join(table.out.split())
-        assert (
-            f"{reason.field} producer: {reason.producer} consumer: {reason.consumer} → {reason.change}"
-            in words
-        )
+    assert refusal.reasons == refused.value.reasons
+    words = " ".join(table.out.split())
+    for one in refusal.reasons:
+        both = f"producer: {one.producer} consumer: {one.consumer}"
+        assert f"{one.field} {both} → {one.change}" in words
 
 
 def test_a_description_json_may_come_from_a_file_or_from_standard_input(
@@ -99,6 +87,8 @@ def test_a_description_json_may_come_from_a_file_or_from_standard_input(
     wanted = run("plan", EIGHT, FOUR).out
     assert run("plan", str(path), FOUR).out == wanted
     assert run("plan", "-", FOUR, stdin=engine_json).out == wanted
+    said = refused("plan", f"{path},tp=2", FOUR)
+    assert "expected no keys behind a description JSON" in said
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["tables", "JSON"])
@@ -123,19 +113,11 @@ def test_a_short_form_beside_a_description_json_is_judged_by_its_geometry_alone(
     tmp_path: Path,
 ) -> None:
     producer, _ = read_pair(EIGHT, FOUR)
-    facts = msgspec.structs.replace(
-        producer.facts,
-        model="m",
-        fingerprint="weights:1",
-        dtype="float16",
-        speculative="eagle",
-    )
+    facts = {"model": "m", "fingerprint": "w", "dtype": "half", "speculative": "eagle"}
+    changed = msgspec.structs.replace(producer.facts, **facts)
+    named = msgspec.structs.replace(producer, facts=changed)
     path = tmp_path / "producer.json"
-    path.write_bytes(
-        encode_engine_json(
-            to_engine_json(msgspec.structs.replace(producer, facts=facts))
-        )
-    )
+    path.write_bytes(encode_engine_json(to_engine_json(named)))
     assert run("plan", str(path), FOUR).code == 0
     assert run("plan", FOUR, str(path)).code == 0
     refused = run("plan", str(path), f"{FOUR},kv=apart".replace("dim=8", "dim=4"))
@@ -147,17 +129,12 @@ def test_the_json_has_exactly_the_fields_of_the_documentation() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
     section = page.partition("## `--json`")[2].partition("\n## ")[0]
     plain = json.loads(run("plan", EIGHT, FOUR, "--json").out)
-    flow = plain["workers"][0]["flows"][0]
+    worker = plain["workers"][0]
+    flow = worker["flows"][0]
     assert set(flow) == set(Flow.__struct_fields__)
     assert set(flow["reads"][0]) == set(Read.__struct_fields__)
-    for holder in (
-        plain,
-        plain["producer"],
-        plain["producer"]["workers"][0],
-        plain["workers"][0],
-        flow,
-        flow["reads"][0],
-    ):
+    side = plain["producer"]
+    for holder in (plain, side, side["workers"][0], worker, flow, flow["reads"][0]):
         for name in holder:
             assert f"`{name}`" in section, name
 

@@ -44,12 +44,8 @@ def test_the_split_is_vllms_own() -> None:
     for layers in range(1, 40):
         for pp in range(1, layers + 1):
             spans = [utils.get_pp_indices(layers, rank, pp) for rank in range(pp)]
-            assert even_stages(layers, pp) == tuple(
-                stop - start for start, stop in spans
-            ), (
-                layers,
-                pp,
-            )
+            sizes = tuple(stop - start for start, stop in spans)
+            assert even_stages(layers, pp) == sizes, (layers, pp)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +68,12 @@ def test_a_list_of_layers_has_single_ones_ranges_and_steps(
 
 
 def test_states_have_heads_with_a_shape_and_named_channels() -> None:
-    form = read_form(
-        "layers=3,heads=2,dim=8,state_layers=0+2,ssm=24x64x128,conv=1536+B128*,state_dtype=float32"
-    )
+    states = "state_layers=0+2,ssm=24x64x128,conv=1536+B128*,state_dtype=float32"
+    form = read_form(f"layers=3,heads=2,dim=8,{states}")
     assert form.ssm == (24, 64, 128)
     assert form.conv == (ConvPart("x", 1536, False), ConvPart("B", 128, True))
-    assert (form.state_layers, form.full_layers, form.state_dtype) == (
-        (0, 2),
-        (1,),
-        "float32",
-    )
+    assert (form.state_layers, form.full_layers) == ((0, 2), (1,))
+    assert form.state_dtype == "float32"
 
 
 WRONG = {
