@@ -16,6 +16,7 @@ from kvferry.protocol.digests import (
     GrowingChain,
     Media,
     Prompt,
+    UncoveredToken,
     digest_chain,
     shared_tokens,
 )
@@ -169,7 +170,7 @@ def test_tokens_that_a_chain_has_grown_over_are_not_digested_again(
 
 @pytest.mark.parametrize("token", [-1, 2**32, 2**63, 2**64, -(2**64)])
 def test_a_token_id_that_is_no_uint32_is_a_value_error(token: int) -> None:
-    with pytest.raises(ValueError, match="token id"):
+    with pytest.raises(UncoveredToken, match="token id"):
         digest_chain(Prompt([1, token]))
 
 

@@ -35,3 +35,17 @@ def test_a_long_prompt_is_digested_in_parts_with_pauses(
 
     assert index.claim(("client", 1), query_of(prompt)) is listed
     assert len(called) == pauses
+
+
+def test_a_prompt_with_a_token_that_no_digest_covers_is_found_by_no_query() -> None:
+    index = PromptIndex(pause=lambda: None)
+    uncovered = ListedPrompt("p0", KEY, Prompt(tokens=[5, -1, 7]), 3)
+    index.add(uncovered)
+    query = query_of(Prompt(tokens=[5, 6, 7]))
+    assert index.claim(("client", 1), query) is None
+    same_length = ListedPrompt("p1", KEY, Prompt(tokens=[5, 6, 7]), 3)
+    index.add(same_length)
+    assert index.claim(("client", 1), query) is same_length
+    index.drop(uncovered)
+    index.drop(same_length)
+    assert not index.keys()

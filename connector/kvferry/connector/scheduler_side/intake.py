@@ -36,7 +36,7 @@ from kvferry.connector.vllm.scheduler import (
 from kvferry.link.allowed_hosts import TrustedHosts
 from kvferry.link.commands import RemoteLease
 from kvferry.plan.blocks import held_from
-from kvferry.protocol.digests import Prompt, shared_tokens
+from kvferry.protocol.digests import Prompt, UncoveredToken, shared_tokens
 from kvferry.protocol.errors import ForeignParams, InputError, InvalidParams
 from kvferry.protocol.handshake import LeaseName
 from kvferry.protocol.params import (
@@ -112,7 +112,7 @@ class RequestIntake:
                 self._pulls.arrived(entry)
         except ForeignParams as foreign:
             self._remote.compute_here(request, "foreign_params", str(foreign))
-        except InvalidParams as invalid:
+        except (InvalidParams, UncoveredToken) as invalid:
             self._remote.compute_here(request, "invalid_params", str(invalid))
         except Exception as error:  # noqa: BLE001 - shown, with its traceback
             # An exception here would end the engine's input loop. The request is served without a transfer.

@@ -11,6 +11,7 @@ The workers mark the end of a step, so consumers may read what it has written as
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from kvferry.connector.vllm.scheduler import (
     has_ended_well,
 )
 from kvferry.plan.blocks import NULL_BLOCK, first_needed, held_from
-from kvferry.protocol.digests import GrowingChain, digest_chain
+from kvferry.protocol.digests import GrowingChain, UncoveredToken, digest_chain
 from kvferry.protocol.params import (
     PARAMS_VERSION,
     Blocks,
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+
+logger = logging.getLogger(__name__)
 
 _READ_OR_HELD = ("", "done")
 """`ProducerLease.ended_by` of a lease that has not ended, or that a consumer has read already."""
@@ -169,7 +172,10 @@ class TicketBuilder:
             elif lease.state is LeaseState.COMPUTING:
                 computed = num_tokens.get(entry.request_id, 0)
                 is_preempted = entry.request_id in preempted
-                self._advance(prefill, lease, computed, is_preempted=is_preempted)
+                try:
+                    self._advance(prefill, lease, computed, is_preempted=is_preempted)
+                except UncoveredToken as uncovered:
+                    self._keep(entry, uncovered)
 
     def taken_back(self, invalid: set[int]) -> set[int]:
         """vLLM has heard that these blocks were not filled: nothing that was computed from them may be read.
@@ -376,9 +382,15 @@ class TicketBuilder:
             if lease.stream is not None:
                 self._publish(lease, lease.stream, block_ids, num_tokens, is_last=True)
             digests: tuple[str, ...] = ()
-            if prefill is not None and is_whole:
-                digests = prefill.chain.digests(num_tokens)
-            params = self.builder.build(request, block_ids, num_tokens, lease, digests)
+            try:
+                if prefill is not None and is_whole:
+                    digests = prefill.chain.digests(num_tokens)
+                params = self.builder.build(
+                    request, block_ids, num_tokens, lease, digests
+                )
+            except UncoveredToken as uncovered:
+                self._keep(entry, uncovered)
+                return None
         if params is None:
             self._context.leases.abandon(entry.request_id)
             return None
@@ -398,6 +410,17 @@ class TicketBuilder:
         Its ticket may promise a block of a window that vLLM has freed since.
         """
         return lease.stream is not None and (self._holds_early or not is_whole)
+
+    def _keep(self, entry: EngineRequest, uncovered: UncoveredToken) -> None:
+        """No other engine could tell that it has the same prompt."""
+        self._prefills.pop(entry, None)
+        self._give_up(entry)
+        self._context.counters.add("prefills_kept")
+        logger.info(
+            "req=%s cannot be decoded elsewhere, and is served without params: %s",
+            entry.request_id,
+            uncovered,
+        )
 
     def _give_up(self, entry: EngineRequest) -> None:
         """What a request computes may not be read; it is answered all the same."""
@@ -474,6 +497,9 @@ class ParamsBuilder:
 
         Args:
             digests: of these tokens, if they are known.
+
+        Raises:
+            UncoveredToken: they have no digests.
         """
         if not num_tokens:
             return None

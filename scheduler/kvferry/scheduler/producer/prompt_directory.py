@@ -23,7 +23,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kvferry.link.lock_pauses import LockPauses
-from kvferry.protocol.digests import GrowingChain, Prompt
+from kvferry.protocol.digests import GrowingChain, Prompt, UncoveredToken
 from kvferry.protocol.queries import (
     Answer,
     Answers,
@@ -359,6 +359,9 @@ class PromptDirectory:
 # The digests of so many tokens take 50 µs.
 _TOKENS_AT_ONCE = 4096
 
+_NOBODYS = ("",)
+"""The digests of a prompt that no query can be about: one of its tokens has none."""
+
 Name = TypeVar("Name")
 
 
@@ -495,10 +498,15 @@ class PromptIndex:
 
     def _digest(self, listed: ListedPrompt) -> tuple[str, ...]:
         chain = GrowingChain(listed.prompt)
-        for num_tokens in range(_TOKENS_AT_ONCE, listed.num_tokens, _TOKENS_AT_ONCE):
-            chain.grow(num_tokens)
-            self._pause()
-        return chain.digests(listed.num_tokens)
+        try:
+            for num_tokens in range(
+                _TOKENS_AT_ONCE, listed.num_tokens, _TOKENS_AT_ONCE
+            ):
+                chain.grow(num_tokens)
+                self._pause()
+            return chain.digests(listed.num_tokens)
+        except UncoveredToken:
+            return _NOBODYS
 
     def _forget_if_empty(self, name: str, key: _Key) -> None:
         if not key.num_prompts and not key.subscribed:
