@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from bench.transfer_shapes import FACTS
-from kvferry.protocol.geometry import Format, PagedTensor, Place, Range, Topology
-from kvferry.protocol.handshake import (
-    CacheGroup,
-    EngineDescription,
-    LeaseTableAddress,
-    WorkerDescription,
-)
+from msgspec.structs import replace
 
-LAYERS, HEADS, BLOCK_TOKENS = 80, 8, 16
-HALF_BYTES = 256
-"""K, or V, of one head and token."""
-TOKEN_BYTES = 2 * HALF_BYTES
+from bench.transfer_shapes import FACTS
+from kvferry.cli.plan.short_engine import engine_of_form
+from kvferry.cli.plan.short_form import form_of, pairs_of
+from kvferry.protocol.description_json import from_engine_json
+from kvferry.protocol.handshake import EngineDescription
+
+LAYERS = 80
+BLOCK_TOKENS = 16
 
 
 def llama(
@@ -27,57 +24,11 @@ def llama(
         layout: `HND` or `NHD`: heads or tokens outermost in a block; K and V of a token packed.
         layers: other than the Llama's.
     """
-    workers = []
-    for rank in range(tp):
-        heads = Range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
-        workers.append(
-            WorkerDescription(
-                place=Place(tp=rank),
-                agent=f"{engine_id}{rank}",
-                agent_metadata=b"-",
-                memory="DRAM",
-                device=0,
-                lease_table=LeaseTableAddress(address=0, slots=1),
-                tensors=_tensors(heads, layout, blocks, (rank + 1) << 44, layers),
-            )
-        )
-    return EngineDescription(
-        engine_id=engine_id,
-        boot="0" * 32,
-        mac_key=bytes(32),
-        facts=FACTS,
-        topology=Topology(tp=tp),
-        groups=(CacheGroup(policy="full", block_tokens=BLOCK_TOKENS),),
-        workers=tuple(workers),
-    )
-
-
-def _tensors(
-    heads: Range, layout: str, blocks: int, base: int, layers: int
-) -> tuple[PagedTensor, ...]:
-    held = len(heads)
-    head_stride, tile_stride = (
-        (BLOCK_TOKENS * TOKEN_BYTES, TOKEN_BYTES)
-        if layout == "HND"
-        else (TOKEN_BYTES, held * TOKEN_BYTES)
-    )
-    block_stride = held * BLOCK_TOKENS * TOKEN_BYTES
-    return tuple(
-        PagedTensor(
-            layer=f"model.layers.{layer}.self_attn.attn",
-            kind=kind,
-            group=0,
-            base=base + layer * blocks * block_stride + offset,
-            blocks=blocks,
-            block_tokens=BLOCK_TOKENS,
-            block_stride=block_stride,
-            heads=heads,
-            head_stride=head_stride,
-            tile_tokens=1,
-            tile_stride=tile_stride,
-            cell_bytes=HALF_BYTES,
-            format=Format(dtype="bfloat16"),
-        )
-        for layer in range(layers)
-        for kind, offset in (("k", 0), ("v", HALF_BYTES))
-    )
+    sizes = f"tp={tp},layout={layout},block={BLOCK_TOKENS},blocks={blocks}"
+    form = form_of(pairs_of(f"layers={layers},heads=8,dim=128,{sizes}"))
+    engine = from_engine_json(engine_of_form(form, engine_id))
+    workers = [
+        replace(worker, agent=f"{engine_id}{rank}", memory="DRAM")
+        for rank, worker in enumerate(engine.workers)
+    ]
+    return replace(engine, facts=FACTS, workers=tuple(workers))
