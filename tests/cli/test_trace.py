@@ -114,7 +114,7 @@ def test_without_a_handover_there_are_no_tables_but_what_was_damaged(
     assert ran.code == 0
     said, note = ran.out.split("\n\n")
     assert said == "no handover was recorded by 1 process"
-    assert "line 2: no JSON" in " ".join(note.split())
+    assert "line 2 left out: JSON is malformed" in " ".join(note.split())
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])

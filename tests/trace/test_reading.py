@@ -11,21 +11,30 @@ from hypothesis import strategies as st
 
 from kvferry.cli.trace.report import as_json
 from kvferry.trace.events import Dropped
-from kvferry.trace.reading import InvalidTrace, Recording, read_recording
+from kvferry.trace.reading import InvalidTrace, read_recording
 from kvferry.trace.summary import summarize
-from tests.trace.simulated import BEGIN_NS, Simulation
+from tests.trace.simulated import BEGIN_NS, SimulatedProcess, Simulation, engine_pair
 
 
 def one_handover() -> Simulation:
-    simulation = Simulation()
-    simulation.handover(
-        simulation.engine("prefill"), simulation.engine("decode", workers=2)
-    )
+    simulation, producer, consumer = engine_pair(workers=2)
+    simulation.handover(producer, consumer)
     return simulation
 
 
-def events(recording: Recording) -> int:
-    return sum(map(len, recording.processes.values()))
+def one_process() -> tuple[SimulatedProcess, list[bytes]]:
+    """With the lines of its file."""
+    process = one_handover().engines[0].scheduler
+    return process, process.lines().splitlines(keepends=True)
+
+
+def read(folder: Path, lines: list[bytes]) -> tuple[int, list[str]]:
+    """The events and the problems of a file with these lines; the problems without the file's path."""
+    file = folder / "w.jsonl"
+    file.write_bytes(b"".join(lines))
+    recording = read_recording([file])
+    (events,) = recording.processes.values()
+    return len(events), [one.removeprefix(f"{file}: ") for one in recording.problems]
 
 
 def test_folders_are_searched_to_the_bottom_and_nothing_is_read_twice(
@@ -34,26 +43,26 @@ def test_folders_are_searched_to_the_bottom_and_nothing_is_read_twice(
     simulation = one_handover()
     simulation.write(tmp_path / "deep" / "er")
     (tmp_path / "deep" / "notes.txt").write_text("no trace")
-    (tmp_path / "again").symlink_to(tmp_path / "deep" / "er" / "prefill")
-    file = next((tmp_path / "deep" / "er" / "prefill").glob("*.jsonl"))
+    (tmp_path / "again").symlink_to(tmp_path / "deep" / "er" / "p")
+    (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "folder.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    file = next((tmp_path / "deep" / "er" / "p").glob("*.jsonl"))
     recording = read_recording([tmp_path, tmp_path / "deep", file])
-    assert len(recording.processes) == len(simulation.processes())
-    assert events(recording) == sum(
-        len(process.events) for process in simulation.processes()
-    )
-    assert recording.problems == ()
+    written = {one.started: one.in_order() for one in simulation.processes()}
+    assert recording.processes == written
+    assert recording.problems == []
 
 
 def test_both_halves_of_a_file_that_was_full_are_one_process(tmp_path: Path) -> None:
-    process = one_handover().processes()[0]
-    header, *lines = process.lines().splitlines(keepends=True)
+    process, (header, *lines) = one_process()
     (tmp_path / "w.jsonl").write_bytes(header + b"".join(lines[2:]))
     (tmp_path / "w.old.jsonl").write_bytes(header + b"".join(lines[:2]))
     recording = read_recording([tmp_path])
     assert recording.processes == {process.started: process.in_order()}
 
 
-def test_two_copies_of_a_file_are_shown_like_one(tmp_path: Path) -> None:
+def test_copies_of_a_file_are_shown_like_one(tmp_path: Path) -> None:
     simulation = one_handover()
     simulation.write(tmp_path)
     once = as_json(summarize(read_recording([tmp_path])), 1)
@@ -64,52 +73,40 @@ def test_two_copies_of_a_file_are_shown_like_one(tmp_path: Path) -> None:
     assert as_json(summarize(read_recording([tmp_path])), 1) == once
 
 
-@pytest.mark.parametrize("cut", [1, 5, 40])
-def test_of_a_killed_process_only_the_last_line_is_lost(
-    tmp_path: Path, cut: int
+@pytest.mark.parametrize("num_cut", [0, 1, 5, 40])
+def test_of_a_killed_process_only_the_line_that_it_wrote_is_lost(
+    tmp_path: Path, num_cut: int
 ) -> None:
-    whole = one_handover().processes()[0].lines()
-    (tmp_path / "w.jsonl").write_bytes(whole[: -1 - cut])
-    recording = read_recording([tmp_path])
-    assert events(recording) == whole.count(b"\n") - 2
-    lines = whole.count(b"\n")
-    (problem,) = recording.problems
-    assert problem.endswith(f"w.jsonl: line {lines}: cut off in the middle")
-
-
-def test_a_last_line_without_an_end_counts(tmp_path: Path) -> None:
-    whole = one_handover().processes()[0].lines()
-    (tmp_path / "w.jsonl").write_bytes(whole[:-1])
-    recording = read_recording([tmp_path])
-    assert events(recording) == whole.count(b"\n") - 1
-    assert recording.problems == ()
+    _, lines = one_process()
+    lines[-1] = lines[-1][: -1 - num_cut]
+    num_events, problems = read(tmp_path, lines)
+    if num_cut:
+        left_out = f"line {len(lines)} left out: Input data was truncated"
+        assert (num_events, problems) == (len(lines) - 2, [left_out])
+    else:
+        assert (num_events, problems) == (len(lines) - 1, [])
 
 
 _FINISHED = b'{"event":"finished",'
-_LOADED = b'{"event":"load_ended","at_ns":1,"request":"r","producer":"p",'
-_CHUNK = b'{"stop_token":1,"begun_ns":1,"ended_ns":2}'
-_UNKNOWN = "no event that this command knows"
+_STEP = b'{"event":"prefill_step","at_ns":1,"tokens":1,"lease":'
+_LOADED = b'{"event":"load_ended","at_ns":1,"request":"r","producer":"p","stages":['
+_CHUNKS = b",".join([b'{"stop_token":1,"begun_ns":1,"ended_ns":2}'] * 65)
 HOSTILE_LINES = {
-    "bytes": (b"\xff\xfe\x00", "no JSON"),
-    "deep": (b'{"event":' * 100_000, ""),
-    "unknown": (b'{"event":"unheard_of","at_ns":1}', _UNKNOWN),
-    "negative": (_FINISHED + b'"at_ns":-1,"request":"r"}', _UNKNOWN),
-    "unknown stage": (
-        _LOADED + b'"stages":[{"stage":"</rect>","begun_ns":1,"ended_ns":2}]}',
-        _UNKNOWN,
+    "bytes": (b"\xff\xfe\x00", "malformed"),
+    "deep": (b'{"event":' * 100_000, "recursion"),
+    "unknown": (b'{"event":"unheard_of","at_ns":1}', "'unheard_of'"),
+    "negative": (_FINISHED + b'"at_ns":-1,"request":"r"}', "`$.at_ns`"),
+    "stage": (_LOADED + b'{"stage":"</rect>","begun_ns":1,"ended_ns":2}]}', "</rect>"),
+    "no lease": (_STEP + b'{"boot":"","epoch":"</g>"}}', "`$.lease.boot`"),
+    "many chunks": (_LOADED + b'],"chunks":[' + _CHUNKS + b"]}", "`$.chunks`"),
+    "huge": (_FINISHED + b'"at_ns":1e400,"request":"r"}', "`$.at_ns`"),
+    "long id": (
+        _FINISHED + b'"at_ns":1,"request":"' + b"r" * 5000 + b'"}',
+        "`$.request`",
     ),
-    "no lease": (
-        b'{"event":"prefill_step","at_ns":1,"lease":{"boot":"","epoch":"</g>"},"tokens":1}',
-        _UNKNOWN,
-    ),
-    "many chunks": (
-        _LOADED + b'"stages":[],"chunks":[' + b",".join([_CHUNK] * 65) + b"]}",
-        _UNKNOWN,
-    ),
-    "huge": (_FINISHED + b'"at_ns":1e400,"request":"r"}', ""),
-    "long id": (_FINISHED + b'"at_ns":1,"request":"' + b"r" * 5000 + b'"}', _UNKNOWN),
-    "surrogate": (_FINISHED + b'"at_ns":1,"request":"\\ud800"}', ""),
-    "long line": (b"x" * (3 << 20), "no JSON"),
+    "surrogate": (_FINISHED + b'"at_ns":1,"request":"\\ud800"}', "truncated"),
+    "long line": (b"x" * (3 << 20), "malformed"),
+    "long name": (b'{"event":"' + b"x" * (3 << 20) + b'"}', "xxx"),
 }
 
 
@@ -117,58 +114,40 @@ HOSTILE_LINES = {
 def test_a_hostile_line_is_named_and_all_others_are_read(
     tmp_path: Path, kind: str
 ) -> None:
-    line, problem = HOSTILE_LINES[kind]
-    lines = one_handover().processes()[0].lines().splitlines()
-    (tmp_path / "w.jsonl").write_bytes(
-        b"\n".join((*lines[:3], line, *lines[3:], line)) + b"\n"
-    )
-    recording = read_recording([tmp_path])
-    assert events(recording) == len(lines) - 1
-    (reported,) = recording.problems
-    assert "w.jsonl: line 4 and 1 more: " in reported
-    assert problem in reported
-    assert len(reported) < 400 + len(str(tmp_path))
+    hostile, reason = HOSTILE_LINES[kind]
+    _, lines = one_process()
+    bad = hostile + b"\n"
+    num_events, (problem,) = read(tmp_path, [*lines[:3], bad, *lines[3:], b"\n", bad])
+    assert num_events == len(lines) - 1
+    assert problem.startswith("line 4 and 1 more left out: ")
+    assert reason in problem
+    assert len(problem) < 300
 
 
 def test_what_a_later_version_wrote_is_left_out_by_name(tmp_path: Path) -> None:
-    new, old = (one_handover().processes()[index].lines() for index in (0, 1))
-    (tmp_path / "new.jsonl").write_bytes(
-        new.replace(b'"trace_version":1', b'"trace_version":2')
-    )
-    with pytest.raises(
-        InvalidTrace, match=r"trace_version 2, and this command reads 1"
-    ):
+    _, lines = one_process()
+    later = [lines[0].replace(b'"trace_version":1', b'"trace_version":2'), *lines[1:]]
+    version = "trace_version 2, and this command reads 1"
+    (tmp_path / "later.jsonl").write_bytes(b"".join(later))
+    with pytest.raises(InvalidTrace, match=version):
         read_recording([tmp_path])
-    (tmp_path / "old.jsonl").write_bytes(old)
-    recording = read_recording([tmp_path])
-    assert len(recording.processes) == 1
-    (problem,) = recording.problems
-    assert problem.endswith("line 1: trace_version 2, and this command reads 1")
+    left_out = f"line 1 and {len(lines) - 1} more left out: {version}"
+    assert read(tmp_path, [*later, *lines]) == (len(lines) - 1, [left_out])
 
 
 def test_events_before_the_first_line_belong_to_no_process(tmp_path: Path) -> None:
-    header, *lines = one_handover().processes()[0].lines().splitlines(keepends=True)
-    (tmp_path / "w.jsonl").write_bytes(b"".join((*lines[:2], header, *lines[2:])))
-    recording = read_recording([tmp_path])
-    assert events(recording) == len(lines) - 2
-    (problem,) = recording.problems
-    assert "line 1 and 1 more: an event before any line that says which" in problem
+    _, (header, *lines) = one_process()
+    num_events, (problem,) = read(tmp_path, [*lines[:2], header, *lines[2:]])
+    assert num_events == len(lines) - 2
+    assert problem.startswith("line 1 and 1 more left out: no line before it says")
 
 
 def test_what_the_recorder_lost_is_reported(tmp_path: Path) -> None:
-    simulation = one_handover()
-    simulation.processes()[0].record(Dropped, BEGIN_NS + 1, count=17)
-    (problem,) = read_recording([simulation.write(tmp_path)]).problems
-    assert problem.endswith("line 3: 17 events were lost before it")
-
-
-def test_pipes_and_links_to_nowhere_are_passed_over(tmp_path: Path) -> None:
-    simulation = one_handover()
-    simulation.write(tmp_path)
-    (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "nowhere")
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    (tmp_path / "folder.jsonl").mkdir()
-    assert len(read_recording([tmp_path]).processes) == len(simulation.processes())
+    process, _ = one_process()
+    for number in (1, 2):
+        process.record(Dropped, BEGIN_NS + number, count=17)
+    lines = process.lines().splitlines(keepends=True)
+    assert read(tmp_path, lines) == (len(lines) - 3, ["lacks 34 events that were lost"])
 
 
 @pytest.mark.parametrize("path", ["nowhere", "a\0b", "."])
@@ -182,12 +161,11 @@ def test_no_bytes_stop_the_reading(
     tmp_path_factory: pytest.TempPathFactory, junk: bytes, line: int, at: int
 ) -> None:
     folder = tmp_path_factory.mktemp("junk")
-    simulation = one_handover()
-    simulation.write(folder)
-    lines = simulation.processes()[0].lines().splitlines(keepends=True)
+    one_handover().write(folder)
+    _, lines = one_process()
     index = min(line, len(lines) - 1)
     lines[index] = lines[index][:at] + junk + lines[index][at:]
     (folder / "junk.jsonl").write_bytes(b"".join(lines))
     recording = read_recording([folder])
     summarize(recording)
-    assert len(recording.processes) >= 4
+    assert len(recording.processes) >= 5

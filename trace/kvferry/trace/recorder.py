@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -170,7 +171,8 @@ class TraceFile:
         try:
             with contextlib.suppress(FileExistsError):
                 Path(folder).mkdir(mode=0o700)
-            self.path, self._file = _new_file(Path(folder), _stem(role, started))
+            self.path = Path(folder) / f"{_stem(role, started)}{_SUFFIX}"
+            self._file = os.open(self.path, _FLAGS, 0o600)
             self._size = 0
             self._write(self._header)
         except OSError as error:
@@ -224,6 +226,7 @@ class TraceFile:
 
 
 def _stem(role: str, started: ProcessStarted) -> str:
+    """A new name that shows whose file it is."""
     began = datetime.fromtimestamp(started.at_ns / 1e9, timezone.utc)
     parts = (
         role,
@@ -232,21 +235,11 @@ def _stem(role: str, started: ProcessStarted) -> str:
         started.place,
         str(started.pid),
         began.strftime("%Y%m%dT%H%M%S"),
+        # Processes in different containers may have the same pid, and one folder.
+        secrets.token_hex(4),
     )
     # An operator chooses the engine's id, with any character.
     safe = (
         re.sub(r"[^A-Za-z0-9._-]", "_", part)[:_MAX_NAME_PART] for part in parts if part
     )
     return "-".join(safe)
-
-
-def _new_file(folder: Path, stem: str) -> tuple[Path, int]:
-    """Create a file under a free name."""
-    # Processes in different containers may have the same pid, and one folder.
-    path = folder / f"{stem}{_SUFFIX}"
-    number = 1
-    while True:
-        with contextlib.suppress(FileExistsError):
-            return path, os.open(path, _FLAGS, 0o600)
-        number += 1
-        path = folder / f"{stem}-{number}{_SUFFIX}"
