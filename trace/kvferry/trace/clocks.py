@@ -70,9 +70,10 @@ def align(handovers: Sequence[Handover]) -> list[str]:
     for handover in handovers:
         reference = Clock.of(handover.reference)
         for before, after in ordered_moments(handover):
-            both = (before.clock, after.clock)
-            at_least[both] = max(at_least[both], before.at_ns - after.at_ns)
-            pairs.update({(clock, reference): None for clock in both})
+            clocks = (before.clock, after.clock)
+            at_least[clocks] = max(at_least[clocks], before.at_ns - after.at_ns)
+            pairs[before.clock, reference] = None
+            pairs[after.clock, reference] = None
     ahead_ns: dict[tuple[Clock, Clock], int] = {}
     notes: list[tuple[float, str]] = []
     for clock, reference in pairs:
@@ -80,18 +81,18 @@ def align(handovers: Sequence[Handover]) -> list[str]:
         most_ns = -at_least[reference, clock]
         if clock == reference or least_ns <= 0 <= most_ns:
             continue
-        clocks = f"clocks of {clock} and {reference}"
+        names = f"clocks of {clock} and {reference}"
         if least_ns > most_ns:
             by_ns = least_ns - most_ns
             why = "one was set meanwhile, and nothing is shifted between them"
-            note = f"{clocks} contradict themselves by {_ms(by_ns)}: {why}"
+            note = f"{names} contradict themselves by {_ms(by_ns)}: {why}"
             notes.append((by_ns, note))
             continue
         # Only what the order of events forces is shifted: a difference within the bounds cannot be seen.
         nearest_ns = min(max(0, least_ns), most_ns)
         ahead_ns[clock, reference] = int(nearest_ns)
         farthest_ns = max(abs(least_ns), abs(most_ns))
-        note = f"{clocks} differ by at least {_ms(abs(nearest_ns))}"
+        note = f"{names} differ by at least {_ms(abs(nearest_ns))}"
         if farthest_ns != math.inf:
             note += f" and at most {_ms(farthest_ns)}"
         notes.append((abs(nearest_ns), f"{note}: shifted"))

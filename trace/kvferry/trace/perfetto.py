@@ -88,10 +88,14 @@ def perfetto_trace(handovers: Iterable[Handover]) -> Iterator[bytes]:
         lines.append((zero_ns, _encode({**event, "args": {"name": engine}})))
     for number, piece in enumerate(slices, 1):
         # With an `id` that is not local to the process Perfetto puts the track beside the engines, not into one.
-        of_slice = {"pid": pids[piece.engine], "id2": {"local": f"{number:#x}"}}
+        of_slice = {
+            "cat": "kvferry",
+            "pid": pids[piece.engine],
+            "id2": {"local": f"{number:#x}"},
+        }
         for at_ns, event in piece.events():
-            at = {"ts": (at_ns - zero_ns) / 1000, "cat": "kvferry"}
-            lines.append((at_ns, _encode({**at, **event, **of_slice})))
+            event = {"ts": (at_ns - zero_ns) / 1000, **event, **of_slice}
+            lines.append((at_ns, _encode(event)))
     # By time alone, and stable: what begins and ends at one time keeps its nesting.
     lines.sort(key=itemgetter(0))
     # Line by line: a recording of a day has millions, and the document as one text would be as many bytes again.
