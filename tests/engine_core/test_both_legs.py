@@ -161,6 +161,12 @@ def settled(consumer: Node) -> bool:
     return not consumer.engine.connector.scheduler_side.queries.queries.snapshot().open
 
 
+def wait_until_known(consumer: Node) -> None:
+    """Wait until a producer has said that it has the prompt."""
+    queries = consumer.engine.connector.scheduler_side.queries.queries
+    until((consumer,), lambda: queries.snapshot().known)
+
+
 @pytest.mark.parametrize(("policy", "computed"), [("recompute", 1), ("fail", 0)])
 def test_a_prefill_that_is_aborted_ends_the_decode_by_the_policy_for_failed_loads(
     make: Any, policy: str, computed: int
@@ -173,7 +179,7 @@ def test_a_prefill_that_is_aborted_ends_the_decode_by_the_policy_for_failed_load
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     producer.step()
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
-    consumer.step()
+    wait_until_known(consumer)
     producer.engine.abort(prefill)
     until(
         (producer, consumer),
@@ -190,6 +196,49 @@ def test_a_prefill_that_is_aborted_ends_the_decode_by_the_policy_for_failed_load
             producer.engine.is_whole and consumer.engine.is_whole and settled(consumer)
         ),
     )
+
+
+def test_a_retry_is_not_told_of_the_prefill_that_was_aborted_before_it(
+    make: Any,
+) -> None:
+    """The first decoder was gone, so nobody has asked for the first prefill; the second one asks before its own."""
+    producer = make("kv_producer", max_step_tokens=64)
+    consumer = make("kv_consumer", policy="fail")
+    first, decode = ids("x")
+    producer.engine.add(first, PROMPT, REMOTE_DECODE, max_tokens=1)
+    producer.step()
+    producer.engine.abort(first)
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    queries = consumer.engine.connector.scheduler_side.channel.query_client
+    until((producer, consumer), lambda: queries.snapshot().answered)
+    producer.engine.add("cmpl-x-0-45670123", PROMPT, REMOTE_DECODE, max_tokens=1)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
+    check(consumer, decode)
+    assert consumer.engine.counted("loads") == 1
+    until((producer, consumer), lambda: producer.engine.is_whole and settled(consumer))
+
+
+def test_a_prompt_whose_prefill_was_aborted_before_it_was_asked_for_is_computed(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No retry comes. The producer remembers nothing of it."""
+    monkeypatch.setattr("kvferry.scheduler.consumer.pending_queries.UNKNOWN_S", 0.5)
+    producer, consumer = make("kv_producer"), make("kv_consumer", policy="fail")
+    prefill, decode = ids("x")
+    producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    producer.engine.abort(prefill)
+    consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.answers[decode].finish_reason is not None,
+    )
+    check(consumer, decode)
+    assert consumer.engine.counted("local_recomputes", "prompt_unknown") == 1
+    directory = producer.engine.connector.scheduler_side.tickets.directory
+    assert not directory.snapshot().prompts
 
 
 def test_a_request_that_is_to_fail_is_computed_where_vllm_loads_nothing_for_it(
@@ -211,6 +260,7 @@ def test_a_request_that_is_to_fail_is_computed_where_vllm_loads_nothing_for_it(
     monkeypatch.setattr(connector, "get_num_new_matched_tokens", nothing)
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+    wait_until_known(consumer)
     producer.engine.abort(prefill)
     until(
         (producer, consumer),
@@ -318,8 +368,7 @@ def test_a_producer_that_dies_while_it_is_asked_costs_a_wait_and_a_prefill(
     prefill, decode = ids("x")
     producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
     consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=COUNT)
-    queries = consumer.engine.connector.scheduler_side.queries.queries
-    until((consumer,), lambda: queries.snapshot().known)
+    wait_until_known(consumer)
     producer.engine.connector.scheduler_side.channel.listener.close()
     until(
         (consumer,), lambda: consumer.engine.answers[decode].finish_reason is not None

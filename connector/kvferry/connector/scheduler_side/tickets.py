@@ -40,7 +40,7 @@ from kvferry.protocol.params import (
     sign_params,
 )
 from kvferry.scheduler.producer.prefix_directory import CachedPrefix
-from kvferry.scheduler.producer.prompt_directory import PromptDirectory
+from kvferry.scheduler.producer.prompt_directory import FAILED, PromptDirectory
 from kvferry.scheduler.requests import (
     LeaseState,
     LeaseUse,
@@ -345,7 +345,7 @@ class TicketBuilder:
         elif has_ended_well(entry.request):
             reason = "no_lease"
         else:
-            reason = "ended"
+            reason = FAILED
         self.directory.finished(entry.request_id, reason)
         return ticket
 

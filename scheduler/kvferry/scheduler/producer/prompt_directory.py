@@ -51,6 +51,9 @@ SUBSCRIPTION_S = 30.0
 KEPT_S = 30.0
 """How long a prompt that is over is remembered, for consumers that come late."""
 
+FAILED = "ended"
+"""The reason of a prompt that is over because its request was aborted or has failed."""
+
 _FORGOTTEN_AT_ONCE = 256
 
 
@@ -273,9 +276,15 @@ class PromptDirectory:
             self._add(listed)
         elif listed.claimant is not None and listed.claimant in self._subscriptions:
             self._changed[listed.claimant] = None
-        if listed.is_over and not listed.has_ended:
-            self._index.ended(listed)
-            self._ended_s[listed.request_id] = self._clock()
+        if not listed.is_over or listed.has_ended:
+            return
+        if listed.claimant is None and listed.state.reason == FAILED:
+            # Nobody has asked for it. Who asks under its key from now on may mean a retry of it, which is on its way: a
+            # router that fails over to another decoder repeats both legs.
+            self._drop(listed.request_id)
+            return
+        self._index.ended(listed)
+        self._ended_s[listed.request_id] = self._clock()
 
     def _add(self, listed: ListedPrompt) -> None:
         self._drop(listed.request_id)
