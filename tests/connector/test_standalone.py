@@ -14,6 +14,7 @@ from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.handshake import CacheGroup
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.caches import KvCaches
+from kvferry.worker.registration import WithdrawalRefused
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 from tests.harness.cache_engine import FACTS, SETTINGS
 from tests.harness.exported import slots_of
@@ -142,6 +143,27 @@ def test_a_step_that_raises_makes_no_prompt_readable(pair: StandalonePair) -> No
     with pytest.raises(ZeroDivisionError):
         engine.step(compute)
     assert not any(slots_of(worker).words.any() for worker in engine.workers)
+
+
+def test_a_worker_that_cannot_withdraw_keeps_the_pages_of_all(
+    pair: StandalonePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise WithdrawalRefused("reads may still write: req=r")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.producer.workers[1], "drain", refuse)
+        with pytest.raises(WithdrawalRefused, match="req=r"):
+            pair.producer.withdraw()
+    assert all(worker.registration.is_registered for worker in pair.producer.workers)
+    # Both serve again, and consumers are answered.
+    assert (
+        pair.consumer.start_load("decode", pair.offer("again"), PROMPT, BLOCKS) == 300
+    )
+    step_until(
+        lambda: "decode" in pair.consumer.step().loaded, "it is loaded", pair.producer
+    )
+    pair.until_sent("again")
 
 
 def test_a_load_that_one_worker_cannot_read_has_failed(pair: StandalonePair) -> None:

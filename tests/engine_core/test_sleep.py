@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 
 from kvferry.connector.messages import SiblingFailed
 from kvferry.connector.vllm import sleep
+from kvferry.link.client import SideChannelClient
+from kvferry.protocol.errors import PeerRefused
+from kvferry.protocol.handshake import UNKNOWN_ENGINE
 from kvferry.worker.registration import WithdrawalRefused
 from kvferry.worker.worker import FerryWorker
 from tests.engine_core.test_both_legs import ids, leg_params
@@ -54,6 +58,18 @@ class Sleeper:
     def workers(self) -> list[FerryWorker]:
         workers: list[FerryWorker] = self.node.ferry_workers
         return workers
+
+    def why_refused(self) -> str:
+        """Why a peer gets no description of the engine; empty if it gets one."""
+        with SideChannelClient() as client:
+            try:
+                client.fetch_description(
+                    "127.0.0.1", self.node.port, UNKNOWN_ENGINE, "peer", 30.0
+                )
+            except PeerRefused as refused:
+                found = re.search(r"engine is (\w+);", str(refused))
+                return found.group(1) if found is not None else str(refused)
+        return ""
 
     def hand_over(self) -> int:
         """Returns the prompt tokens that the decoder had to compute."""
@@ -153,6 +169,51 @@ def test_a_pause_alone_withdraws_nothing(sleeper: Sleeper) -> None:
     assert sleeper.core.wake_up(["scheduling"])
     assert sleeper.workers[0].registration.generation == 0
     assert sleeper.hand_over() == 1
+
+
+@promise(1)
+def test_memory_without_pages_is_neither_registered_nor_described_while_only_the_weights_are_back(
+    sleeper: Sleeper,
+) -> None:
+    assert sleeper.hand_over() == 1
+    sleeper.core.sleep(2)
+    assert not sleeper.core.wake_up(["weights"])
+    assert sleeper.workers[0].registration.is_withdrawn
+    assert sleeper.why_refused() == "asleep"
+    assert sleeper.core.wake_up(["kv_cache"])
+    assert sleeper.workers[0].registration.is_registered
+    assert sleeper.hand_over() == 1
+
+
+def test_weights_that_go_alone_withdraw_nothing(sleeper: Sleeper) -> None:
+    assert sleeper.hand_over() == 1
+    sleeper.core.model_executor.collective_rpc("discard", args=(("weights",),))
+    assert sleeper.workers[0].registration.is_registered
+    assert sleeper.hand_over() == 1
+
+
+def test_waking_an_engine_that_is_awake_keeps_its_tickets(sleeper: Sleeper) -> None:
+    params = sleeper.producer.prefill("p", PROMPT)
+    sleeper.core.model_executor.wake_up()
+    assert sleeper.consumer.decode("d", PROMPT, params, sleeper.producer) == 1
+
+
+@promise(2)
+def test_no_peer_is_described_memory_that_is_about_to_go(
+    sleeper: Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that connects to an agent while it is closed could end its own process."""
+    drain = FerryWorker.drain
+    answers: list[str] = []
+
+    def drain_after_a_question(worker: FerryWorker) -> None:
+        answers.append(sleeper.why_refused())
+        drain(worker)
+
+    monkeypatch.setattr(FerryWorker, "drain", drain_after_a_question)
+    sleeper.core.sleep(1)
+    assert answers == ["asleep"]
+    assert sleeper.core.wake_up()
 
 
 def test_peers_are_told_that_a_sleeping_engine_sleeps(sleeper: Sleeper) -> None:

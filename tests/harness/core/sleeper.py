@@ -15,7 +15,7 @@ from vllm.device_allocator.sleep_mode_backend import (
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
-from kvferry.connector.vllm.sleep import has_sleep_hooks
+from kvferry.connector.vllm.sleep import CACHES, has_sleep_hooks
 from tests.harness.core.node import Node, between_processes, ferry_of
 
 BACKEND = "pages-of-the-test"
@@ -30,7 +30,8 @@ class PagesOfTheTest(SleepModeBackend):  # type: ignore[misc]
         self.take_pages()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        self.take_pages()
+        if CACHES in tags:
+            self.take_pages()
 
     def resume(self, tags: list[str] | None = None) -> None:
         pass

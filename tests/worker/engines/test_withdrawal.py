@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -13,7 +14,12 @@ from kvferry.protocol.errors import LocalProtocolError
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker import transfer_thread, worker
 from kvferry.worker.fabric.errors import FabricUnavailable
+from kvferry.worker.loads.load import Load
+from kvferry.worker.loads.runner import LoadRunner
+from kvferry.worker.loads.slot_watch import SlotPoll
 from kvferry.worker.registration import WithdrawalRefused
+from kvferry.worker.staging.host_buffer import HostMirror
+from kvferry.worker.transfer_thread import TransferThread
 from tests.harness.cache_engine import SETTINGS
 from tests.harness.engine import Engine
 from tests.harness.fault_fabric import Point
@@ -299,16 +305,16 @@ def test_a_thread_that_is_stuck_in_a_call_keeps_the_pages(
     # The engine goes on before the thread does: a prompt that it computes meanwhile can be read.
     meanwhile = consumer.prefill(10, seed=4)
     go_on.set()
-    rig.until_over(consumer, load)
+    assert rig.until_over(consumer, load) is None, "it has gone on with its load"
     assert rig.until_over(producer, producer.load(meanwhile.params)) is None
     wait_until(lambda: snapshot_of(consumer.worker).is_idle, "it goes on")
     rig.transfer(producer, consumer, seed=3)
 
 
-def test_a_lease_that_is_opened_after_a_sleep_was_given_up_does_not_end(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is given up when the thread has just looked whether it was."""
+def sleep_that_is_given_up(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> threading.Event:
+    """The thread has just looked whether the sleep was given up, and then it is. Returns what lets the thread go on."""
     has_looked, go_on = threading.Event(), threading.Event()
 
     class GivenUpLate(Future[None]):
@@ -322,18 +328,136 @@ def test_a_lease_that_is_opened_after_a_sleep_was_given_up_does_not_end(
             assert has_looked.wait(60.0)
             return super().result(0.0)
 
-    producer, consumer = rig.pair(sleeps=True)
-    rig.transfer(producer, consumer, seed=1)
     with monkeypatch.context() as patch:
         patch.setattr(transfer_thread, "Future", GivenUpLate)
         with pytest.raises(WithdrawalRefused, match="stuck in a call"):
-            producer.sleep()
+            engine.sleep()
+    return go_on
+
+
+def test_a_lease_that_is_opened_after_a_sleep_was_given_up_does_not_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer = rig.pair(sleeps=True)
+    rig.transfer(producer, consumer, seed=1)
+    go_on = sleep_that_is_given_up(producer, monkeypatch)
     meanwhile = producer.prefill(10, seed=2)
     go_on.set()
     snapshot_of(producer.worker)  # the thread has taken all messages before this one
     load = consumer.load(meanwhile.params)
     assert rig.until_over(consumer, load) is None
     consumer.check_bytes(load, seed=2)
+
+
+@pytest.mark.parametrize("end", ["refused", "given up", "kept"])
+def test_after_a_sleep_that_did_not_come_new_producers_are_connected(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    consumer = rig.engine("C", sleeps=True)
+    rig.transfer(rig.engine("P"), consumer, seed=1)
+    with monkeypatch.context() as patch:
+        if end == "refused":
+            patch.setattr(worker, "DRAIN_MARGIN_S", 0.0)
+            patch.setattr(TransferThread, "_may_write", lambda _: ["req=r"])
+            with pytest.raises(WithdrawalRefused, match="req=r"):
+                consumer.sleep()
+        elif end == "given up":
+            sleep_that_is_given_up(consumer, monkeypatch).set()
+        else:
+            consumer.worker.drain()
+            consumer.worker.keep()
+    rig.transfer(rig.engine("Q"), consumer, seed=2)
+
+
+@promise(2)
+def test_a_first_read_that_does_not_end_keeps_the_pages_and_leaves_no_peer(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "DRAIN_MARGIN_S", 0.0)
+    producer, consumer = rig.pair(sleeps=True)
+    rig.network.freeze(producer.fabric.agent_name)
+    load = consumer.load(producer.prefill(10, seed=1).params)
+    wait_until(lambda: snapshot_of(consumer.worker).first_reads, "it is connecting")
+    with pytest.raises(WithdrawalRefused, match="the first read of peer=P@"):
+        consumer.sleep()
+    assert rig.until_over(consumer, load) is FailureReason.WITHDRAWN
+    rig.network.thaw_all()
+    wait_until(lambda: not snapshot_of(consumer.worker).first_reads, "it has ended")
+    assert not snapshot_of(consumer.worker).peers.ready
+    consumer.sleep()
+    consumer.wake_up()
+    rig.transfer(producer, consumer, seed=2)
+
+
+@promise(2)
+def test_a_read_of_a_slot_that_does_not_end_keeps_the_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "DRAIN_MARGIN_S", 0.0)
+    with rig_of("memory", STREAMS) as rig:
+        producer, consumer = rig.pair(sleeps=True)
+        rig.transfer(producer, consumer, seed=1)
+        computed = producer.begin_prefill(10, seed=2)
+        producer.step()
+        computed.offer()
+        assert computed.params is not None
+        load = consumer.load(computed.params)
+        step_until(consumer.parked_loads, "it waits for its producer", consumer)
+        rig.network.freeze(producer.fabric.agent_name)
+
+        def polls() -> bool:
+            holders = snapshot_of(consumer.worker).holders
+            return any(each.state is None and each.transfers for each in holders)
+
+        # In both: the first may be one of before, which is over at the thread's next turn.
+        wait_until(lambda: polls() and polls(), "a poll stands still")
+        with pytest.raises(WithdrawalRefused, match="a slot of peer=P@"):
+            consumer.sleep()
+        assert rig.until_over(consumer, load) is FailureReason.WITHDRAWN
+        assert not consumer.seen.alive, "its blocks are safe"
+        rig.network.thaw_all()
+        consumer.sleep()
+        consumer.wake_up()
+
+
+@promise(2)
+def test_a_copy_to_host_memory_that_goes_on_keeps_the_pages(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "DRAIN_MARGIN_S", 0.0)
+    settings = replace(SETTINGS, host_buffer=True)
+    producer, consumer = rig.pair(sleeps=True, settings=settings)
+    rig.transfer(producer, consumer, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostMirror, "is_copying", property(lambda _: True))
+        with pytest.raises(WithdrawalRefused, match="a copy of blocks to host memory"):
+            producer.sleep()
+    producer.sleep()
+    producer.wake_up()
+    rig.transfer(producer, consumer, seed=2)
+
+
+@promise(2)
+def test_a_worker_is_drained_when_its_thread_has_ended(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the thread uses the agent, and what a thread after it would use."""
+    producer, consumer = rig.pair(sleeps=True)
+    rig.transfer(producer, consumer, seed=1)
+    stop = LoadRunner.stop
+    ended: list[bool] = []
+
+    def take_long(runner: LoadRunner) -> list[Load | SlotPoll]:
+        time.sleep(0.1)
+        ended.append(True)
+        return stop(runner)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoadRunner, "stop", take_long)
+        producer.worker.drain()
+        assert ended
+    producer.worker.keep()
+    rig.transfer(producer, consumer, seed=2)
 
 
 def test_orders_that_come_during_a_sleep_are_answered_at_once(rig: Rig) -> None:
