@@ -8,6 +8,8 @@ import errno
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -260,6 +262,26 @@ def test_a_client_that_cannot_start_closes_what_it_opened(
     with pytest.raises(type(failed)):
         SideChannelClient()
     assert open_files() <= before
+
+
+def test_a_process_that_is_forked_does_not_wait_for_the_thread_that_it_lacks() -> None:
+    script = """
+import os
+import signal
+from kvferry.link.client import SideChannelClient
+from kvferry.link.counters import Counters
+from kvferry.link.peer_link import PeerLinks
+from kvferry.link.renewer import LeaseRenewer
+
+renewer = LeaseRenewer(PeerLinks(SideChannelClient(), Counters()))
+forked = os.fork()
+signal.alarm(50)
+renewer.close()
+if forked:
+    _, status = os.waitpid(forked, 0)
+    raise SystemExit(os.waitstatus_to_exitcode(status))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_closing_ends_handshakes_under_way_and_refuses_more(

@@ -171,7 +171,8 @@ class SideChannelClient:
             HandshakeFailed: the client was closed.
         """
         with self._lock:
-            if self._is_closing:
+            # A forked process has the client without its thread, and would wait for ever.
+            if self._is_closing or not self._thread.is_alive():
                 coroutine.close()
                 raise HandshakeFailed(_CLOSED)
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
