@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
+from kvferry.protocol.geometry import Place, Topology
 from kvferry.protocol.orders import FailureReason
-from tests.harness.engine import Engine
+from kvferry.worker.caches import KvCaches
+from kvferry.worker.device import HOST
+from tests.harness.cache_engine import CacheEngine
+from tests.harness.caches import ToyCaches
+from tests.harness.engine import POISON, Engine
 from tests.harness.rig import Rig, rig_of
-from tests.waiting import wait_until
+from tests.waiting import step_until, wait_until
 from tests.worker.engines.streams import STREAMS, ServedStream, pair
 
 
@@ -38,6 +43,42 @@ def test_a_prompt_is_read_part_by_part_while_it_is_computed(
         # Neither slots nor rows: those of the first contact alone.
         assert consumer.fabric.calls["post_read"] == 2
         assert consumer.all_entries_are_free()
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_a_worker_without_caches_ends_its_part_of_a_load(
+    any_rig: Rig, streamed: bool
+) -> None:
+    """A pipeline stage whose layers have none: its plan reads from nobody."""
+    producer = any_rig.engine("P", settings=STREAMS)
+    shape = producer.shape
+    consumer = CacheEngine(
+        "C",
+        any_rig.make_fabric,
+        [
+            (Place(), ToyCaches(shape, POISON).kv),
+            (Place(pp=1), KvCaches((), (), HOST)),
+        ],
+        (shape.group,),
+        Topology(pp=2),
+        settings=STREAMS,
+    )
+    prefill = producer.begin_prefill(tokens=10, seed=1)
+    producer.step()
+    if streamed:
+        prefill.offer()
+    producer.compute(prefill, 10)
+    producer.step()
+    prefill.end()
+    assert prefill.params is not None
+    blocks = tuple(range(1, 1 + len(prefill.blocks)))
+    consumer.order_load("d", prefill.params, 0, 10, lambda _: (blocks,))
+    step_until(
+        lambda: consumer.seen.is_over("d"), "its load is over", producer, consumer
+    )
+    assert "d" in consumer.seen.loaded
+    step_until(lambda: prefill.request_id in producer.seen.sent, "it is told", producer)
+    consumer.close()
 
 
 def test_a_streamed_load_that_waits_for_more_holds_no_place_and_no_memory(

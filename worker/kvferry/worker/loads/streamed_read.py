@@ -204,7 +204,7 @@ class StreamedRead:
 
     Attributes:
         held: leading tokens that are complete and whose block ids are known.
-        listed: what is known of the prompt's blocks; None if this worker reads nothing from any.
+        listed: what is known of the prompt's blocks; None for a worker that has no caches, and so reads from nobody.
     """
 
     __slots__ = ("_parts", "_row", "_rows", "held", "listed")
