@@ -105,6 +105,9 @@ class LoadContext:
     worker: int
 
 
+# The fence.
+
+
 @dataclass(slots=True, eq=False)
 class LeaseFence:
     """The slot of one load's lease, read before the data and after it on every producer worker that is read from.
@@ -209,6 +212,9 @@ class LeaseFence:
         if wait.words != words:
             self.progress.changes += 1
         return wait.words
+
+
+# The data.
 
 
 _BEFORE_DATA = (Stage.QUEUED, Stage.CONNECTING, Stage.FENCE)
@@ -335,6 +341,9 @@ class DataReads:
         peer_name = f"{peer.key}/{peer.key.boot}"
         self.staged = StagedReads(self.context.reader, staging, self.record, peer_name)
         yield from self.staged.steps(sources)
+
+
+# What reads them in order, and the load.
 
 
 Units: TypeAlias = dict[TokenMap, UnitPairs]
@@ -659,6 +668,9 @@ class Load:
                 text = f"lease_slot is {slot}; the producer has fewer"
                 raise LoadFailed(FailureReason.PARAMS, text)
         return peer
+
+
+# What was not loaded.
 
 
 GAPS_PER_GROUP = 2
