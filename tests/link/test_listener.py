@@ -343,6 +343,16 @@ def test_a_taken_port_is_a_configuration_error_that_says_what_to_change(
     assert len(threads_named(THREAD)) == 1
 
 
+@pytest.mark.parametrize("port", [0, -1, 65536, 65538])
+def test_a_port_that_is_none_is_refused_before_zmq_listens_on_another_one(
+    counters: Counters, port: int
+) -> None:
+    with pytest.raises(InvalidConfig, match="a port from 1 to 65535") as refused:
+        RecordingListener(HOST, port, counters)
+    assert f"{HOST}:{port}" in str(refused.value)
+    assert not threads_named(THREAD)
+
+
 @pytest.mark.parametrize(
     ("part", "failed", "raised"),
     [

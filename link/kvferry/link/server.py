@@ -63,6 +63,9 @@ from kvferry.protocol.queries import (
 
 logger = logging.getLogger(__name__)
 
+_ADDRESS_VARIABLES = "VLLM_NIXL_SIDE_CHANNEL_HOST:VLLM_NIXL_SIDE_CHANNEL_PORT"
+_NUM_PORTS = 1 << 16
+
 
 class Prompts(Protocol):
     """The prompts that peers query (`scheduler/producer/prompt_directory.py`). Used on the listener's thread.
@@ -211,6 +214,14 @@ class SideChannelListener:
         self._why_not_published = "starting"
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._wakeup)
+            if not 0 < port < _NUM_PORTS:
+                # ZMQ takes any number: for 0 it listens on some free port, and for 65538 on port 2. Params with the
+                # number itself are refused by every consumer.
+                raise InvalidConfig(
+                    _ADDRESS_VARIABLES,
+                    host_port(host, port),
+                    f"a port from 1 to {_NUM_PORTS - 1}, to which the data-parallel rank is added",
+                )
             try:
                 self.address = listening_address(host)
                 self._socket = GuardedSocket(
@@ -223,7 +234,7 @@ class SideChannelListener:
                 )
             except (OSError, zmq.ZMQError) as refused:
                 raise InvalidConfig(
-                    "VLLM_NIXL_SIDE_CHANNEL_HOST:VLLM_NIXL_SIDE_CHANNEL_PORT",
+                    _ADDRESS_VARIABLES,
                     host_port(host, port),
                     f"an address of this machine with a free port ({refused}); every engine of a host needs its own",
                 ) from None
