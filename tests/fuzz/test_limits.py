@@ -40,12 +40,11 @@ from kvferry.protocol.handshake import (
     decode_worker,
     encode,
 )
-from kvferry.protocol.ids import MAX_WORKERS
+from kvferry.protocol.ids import MAX_GROUPS, MAX_WORKERS
 from kvferry.protocol.orders import LeaseOpen
 from kvferry.protocol.params import (
     MAX_BLOCKS,
     MAX_DIGESTS,
-    MAX_GROUPS,
     MAX_KEYS,
     read_params,
 )

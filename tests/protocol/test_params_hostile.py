@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvferry.protocol.errors import InvalidParams
+from kvferry.protocol.ids import MAX_GROUPS
 from kvferry.protocol.params import (
     MAX_BLOCKS,
     MAX_DIGESTS,
-    MAX_GROUPS,
     MAX_KEYS,
     RemotePrefill,
     decode_params,

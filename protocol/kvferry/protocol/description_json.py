@@ -23,7 +23,7 @@ from kvferry.protocol.handshake import (
     ModelFacts,
     WorkerDescription,
 )
-from kvferry.protocol.ids import MAX_WORKERS, Hex128, Positive, Text
+from kvferry.protocol.ids import MAX_GROUPS, MAX_WORKERS, Hex128, Positive, Text
 from kvferry.protocol.params import MAC_KEY_BYTES
 
 DESCRIPTION_JSON_VERSION = 1
@@ -66,7 +66,7 @@ class EngineJson(msgspec.Struct, frozen=True, kw_only=True):
     boot: Hex128 | None = None
     facts: ModelFacts
     topology: Topology
-    groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=64)]
+    groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
     workers: Annotated[
         tuple[WorkerJson, ...], Meta(min_length=1, max_length=MAX_WORKERS)
     ]

@@ -58,6 +58,7 @@ from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.geometry import MAX_TENSORS, PagedTensor, Place, Topology
 from kvferry.protocol.hosts import host_port
 from kvferry.protocol.ids import (
+    MAX_GROUPS,
     MAX_WORKERS,
     Address,
     Count,
@@ -354,7 +355,7 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True, tag="engine")
     mac_key: Annotated[bytes, Meta(min_length=MAC_KEY_BYTES, max_length=MAC_KEY_BYTES)]
     facts: ModelFacts
     topology: Topology
-    groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=64)]
+    groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
     workers: Annotated[
         tuple[WorkerDescription, ...], Meta(min_length=1, max_length=MAX_WORKERS)
     ]

@@ -37,6 +37,8 @@ Size = Annotated[int, Meta(ge=1, le=65536)]
 Rank = Annotated[int, Meta(ge=0, le=65535)]
 MAX_WORKERS = 4096
 """Most workers of an engine."""
+MAX_GROUPS = 64
+"""Most cache groups of an engine."""
 WorkerIndex = Annotated[int, Meta(ge=0, lt=MAX_WORKERS)]
 WorkerCount = Annotated[int, Meta(ge=1, le=MAX_WORKERS)]
 SlotIndex = Annotated[int, Meta(ge=0, lt=2**24)]

@@ -32,7 +32,6 @@ import msgspec
 from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.ids import (
-    Address,
     Count,
     Hex128,
     HexEpoch,
@@ -120,8 +119,8 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     source: RemotePrefill
     local_blocks: Blocks
-    first_token: Address
-    stop_token: Address
+    first_token: Count
+    stop_token: Count
 
 
 class Prewarm(msgspec.Struct, frozen=True, kw_only=True):

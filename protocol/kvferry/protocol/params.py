@@ -79,6 +79,7 @@ from kvferry.protocol.convert import as_nested, as_type, decode
 from kvferry.protocol.digests import CHUNK_TOKENS
 from kvferry.protocol.errors import MISSING, ForeignParams, InvalidParams
 from kvferry.protocol.ids import (
+    MAX_GROUPS,
     TEXT,
     BlockId,
     BootId,
@@ -98,7 +99,6 @@ from kvferry.protocol.slots import RowIndex
 PARAMS_VERSION = 1
 MAX_BLOCKS = 1 << 20
 """Most block ids in one object, all groups together: 16 M tokens at 16 tokens a block."""
-MAX_GROUPS = 64
 MAX_DIGESTS = 1 << 16
 """Most digests, at 256 tokens a digest: as many tokens as `MAX_BLOCKS` blocks of 16 hold."""
 MAX_KEYS = 64

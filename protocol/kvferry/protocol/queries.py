@@ -51,8 +51,7 @@ from msgspec import Meta
 from kvferry.protocol.convert import decode
 from kvferry.protocol.digests import DIGEST_BYTES
 from kvferry.protocol.errors import InvalidMessage
-from kvferry.protocol.ids import Count, Hex128, Port, Positive, Text
-from kvferry.protocol.slots import MAX_ROW_GROUPS
+from kvferry.protocol.ids import MAX_GROUPS, Count, Hex128, Port, Positive, Text
 
 MAX_QUERIES = 256
 """Most queries of one message."""
@@ -82,7 +81,7 @@ class PromptQuery(msgspec.Struct, frozen=True, kw_only=True):
     # Clients of the router can choose request ids, and a ticket permits reading a prompt's cache. So the key alone is
     # not enough: a ticket is given only to an engine that has the same prompt.
     digest: Hex128
-    spans: Annotated[tuple[Positive, ...], Meta(max_length=MAX_ROW_GROUPS)] = ()
+    spans: Annotated[tuple[Positive, ...], Meta(max_length=MAX_GROUPS)] = ()
 
 
 class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):

@@ -61,6 +61,7 @@ from kvferry.protocol.convert import decode
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.ids import (
     EPOCH_BITS,
+    MAX_GROUPS,
     Address,
     Epoch,
     Hex128,
@@ -139,7 +140,6 @@ PAGE_IDS = 256
 """Block ids that one read of a row fetches; rows are padded to whole pages."""
 ID_BYTES = 4
 ROW_HEADER_BYTES = 16
-MAX_ROW_GROUPS = 64
 
 RowIndex = Annotated[int, Meta(ge=0, lt=STREAM_ROWS)]
 RowBlocks = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -158,9 +158,7 @@ class StreamRows(msgspec.Struct, frozen=True, kw_only=True):
     headers: Address
     ids: Address
     rows: Annotated[int, Meta(ge=1, le=STREAM_ROWS)]
-    blocks: Annotated[
-        tuple[RowBlocks, ...], Meta(min_length=1, max_length=MAX_ROW_GROUPS)
-    ]
+    blocks: Annotated[tuple[RowBlocks, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
 
     @property
     def pages(self) -> int:
@@ -170,7 +168,6 @@ class StreamRows(msgspec.Struct, frozen=True, kw_only=True):
 
 def header_word(epoch: Epoch) -> int:
     """A word of a row's header."""
-
     return epoch << 4 | 1
 
 
@@ -212,7 +209,6 @@ def decode_notification(frame: bytes) -> Done:
     Raises:
         InvalidMessage: it is not one of kvferry's, or malformed.
     """
-
     if not frame.startswith(MAGIC):
         raise InvalidMessage("magic", bytes(frame[:4]), repr(MAGIC))
     return decode(frame[len(MAGIC) :], _decoder, MAX_NOTIFICATION_BYTES, InvalidMessage)
