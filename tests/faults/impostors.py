@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from kvferry.protocol.handshake import Hello, channel_address, decode_request
+from kvferry.protocol.handshake import Hello, decode_request, zmq_address
 from tests.harness.cache_engine import HOST
 
 GARBAGE = random.Random(1).randbytes(4096)
@@ -63,7 +63,7 @@ def zmq_impostor(port: int, *answer: bytes) -> Iterator[None]:
     """A ROUTER that answers every `Hello` with these frames."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
-    router.bind(channel_address(HOST, port))
+    router.bind(zmq_address(HOST, port))
     stopping = threading.Event()
 
     def serve() -> None:

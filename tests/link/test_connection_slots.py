@@ -11,12 +11,12 @@ import pytest
 from kvferry.link import limits
 from kvferry.link.connection_slots import (
     SLOTS_PER_TURN,
-    Address,
     ConnectionSlot,
     ConnectionSlots,
     TurnKind,
 )
 from kvferry.protocol.errors import HandshakeFailed
+from kvferry.protocol.hosts import ChannelAddress
 
 NEVER_S = 30.0
 MOST = 64
@@ -33,11 +33,11 @@ class Scene:
 
     def __init__(self, most: int = MOST) -> None:
         self.places = ConnectionSlots(most)
-        self.begun: list[Address] = []
-        self.given_up: list[Address] = []
-        self.connected: dict[Address, ConnectionSlot] = {}
-        self.failed: dict[Address, HandshakeFailed] = {}
-        self.tasks: dict[Address, asyncio.Task[None]] = {}
+        self.begun: list[ChannelAddress] = []
+        self.given_up: list[ChannelAddress] = []
+        self.connected: dict[ChannelAddress, ConnectionSlot] = {}
+        self.failed: dict[ChannelAddress, HandshakeFailed] = {}
+        self.tasks: dict[ChannelAddress, asyncio.Task[None]] = {}
 
     async def connect(
         self, host: str, port: int = 1, kind: TurnKind = TurnKind.NAMED
@@ -51,7 +51,7 @@ class Scene:
             self._connect((host, port), kind)
         )
 
-    async def _connect(self, address: Address, kind: TurnKind) -> None:
+    async def _connect(self, address: ChannelAddress, kind: TurnKind) -> None:
         async def open_connection() -> Connection:
             self.begun.append(address)
             if address[0].startswith("silent"):

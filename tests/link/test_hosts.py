@@ -13,7 +13,7 @@ import pytest
 from kvferry.link import allowed_hosts
 from kvferry.link.allowed_hosts import is_this_host, names_of_this_host
 from kvferry.protocol.errors import InvalidConfig
-from kvferry.protocol.handshake import channel_address
+from kvferry.protocol.handshake import zmq_address
 from kvferry.protocol.hosts import (
     HOST_VARIABLE,
     advice,
@@ -124,7 +124,7 @@ def test_the_port_of_an_ipv6_address_can_be_told_from_it(
     host: str, written: str
 ) -> None:
     assert host_port(host, 5600) == written
-    assert channel_address(host, 5600) == f"tcp://{written}"
+    assert zmq_address(host, 5600) == f"tcp://{written}"
 
 
 def test_no_other_code_writes_a_host_and_its_port() -> None:

@@ -28,7 +28,7 @@ from kvferry.link.secrets import Secret
 from kvferry.link.server import SideChannelListener
 from kvferry.protocol.errors import NothingListens
 from kvferry.protocol.handshake import Refused, Renew, encode
-from kvferry.protocol.hosts import Address
+from kvferry.protocol.hosts import IpAddress
 from kvferry.protocol.orders import Prewarm
 from kvferry.protocol.queries import (
     MAX_ANSWERS_BYTES,
@@ -68,7 +68,7 @@ def note_attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     open_connection = Connection.open
 
     async def noted(
-        context: Any, address: Address, port: int, **others: Any
+        context: Any, address: IpAddress, port: int, **others: Any
     ) -> Connection:
         ports.append(port)
         return await open_connection(context, address, port, **others)
@@ -341,7 +341,7 @@ def test_a_renewal_and_a_query_for_a_closed_port_attempt_to_connect_together(
     attempted: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     async def closed(
-        context: Any, address: Address, port: int, **others: Any
+        context: Any, address: IpAddress, port: int, **others: Any
     ) -> Connection:
         attempted.put(port)
         raise NothingListens("nothing listens there")

@@ -9,13 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.protocol.hosts import ChannelAddress
 from kvferry.protocol.slots import (
     SLOT_BYTES,
 )
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.device import HOST, Device, HostMemory
 from kvferry.worker.fabric.port import DescriptorRows, MemoryKind, Region, TransferState
-from kvferry.worker.fabric.reads import Address, SlotReads
+from kvferry.worker.fabric.reads import SlotReads
 from tests.fakes.memory_fabric import MemoryFabric, MemoryNetwork
 
 
@@ -54,9 +55,9 @@ PEERS = [("10.0.0.1", 1), ("10.0.0.1", 2), ("10.0.0.2", 1)]
     )
 )
 def test_a_peer_gets_no_entry_that_would_leave_fewer_free_than_it_then_has(
-    wishes: list[tuple[bool, int, Address]],
+    wishes: list[tuple[bool, int, ChannelAddress]],
 ) -> None:
-    slot_reads, owned = SlotReads(32), list[tuple[tuple[int, ...], Address]]()
+    slot_reads, owned = SlotReads(32), list[tuple[tuple[int, ...], ChannelAddress]]()
     for take, number, peer in wishes:
         if take:
             entries = slot_reads.try_take(number, peer)

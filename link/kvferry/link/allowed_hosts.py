@@ -34,7 +34,7 @@ from kvferry.link.secrets import VARIABLE, Secrets
 from kvferry.protocol.errors import shorten
 from kvferry.protocol.hosts import (
     HOST_VARIABLE,
-    Address,
+    IpAddress,
     host_is_loopback,
     name_or_none,
     read_address,
@@ -138,7 +138,7 @@ class AllowedHosts:
             is_allowed = self._allow_address(name_or_address)
         return None if is_allowed else self._not_allowed()
 
-    def why_not_found(self, host: str, address: Address) -> str | None:
+    def why_not_found(self, host: str, address: IpAddress) -> str | None:
         """Why this engine may not connect to the address that was looked up for an allowed host; None if it may."""
         unusable = why_unusable(address)
         if unusable is not None:
@@ -167,7 +167,7 @@ class AllowedHosts:
             return "is link-local: allowed_hosts must list it"
         return "is not in allowed_hosts"
 
-    def _allow_address(self, address: Address) -> bool:
+    def _allow_address(self, address: IpAddress) -> bool:
         for network in self.networks:
             if address.version == network.version and address in network:
                 return True
@@ -314,7 +314,7 @@ _MAX_HOSTS_BYTES = 1 << 20
 """Of the file of hosts; what follows is not read."""
 
 
-def is_this_host(address: Address) -> bool:
+def is_this_host(address: IpAddress) -> bool:
     """Whether a connection to this address stays on this host: a loopback address, or one of its interfaces' now."""
     # The kernel is asked each time, because a container's addresses change. That takes some 30 µs, sends nothing, and
     # looks no name up. Neither test can be true for another host's address; either alone misses some of this host's.
@@ -327,11 +327,11 @@ def is_this_host(address: Address) -> bool:
         return False
 
 
-def _family(address: Address) -> socket.AddressFamily:
+def _family(address: IpAddress) -> socket.AddressFamily:
     return socket.AF_INET if address.version == 4 else socket.AF_INET6
 
 
-def _is_own_source(address: Address) -> bool:
+def _is_own_source(address: IpAddress) -> bool:
     """Whether the kernel would send to this address from this address."""
     # It misses an interface's second address of one network, whose source is the first one.
     with socket.socket(_family(address), socket.SOCK_DGRAM) as sender:
@@ -359,7 +359,7 @@ _ATTRIBUTE = struct.Struct("=HH")
 _MAX_ANSWER_BYTES = 1 << 14
 
 
-def _is_routed_to_itself(address: Address) -> bool:
+def _is_routed_to_itself(address: IpAddress) -> bool:
     """Whether the kernel's route to this address is local (`RTM_GETROUTE`)."""
     # It misses all addresses in some sandboxes, which know no routes.
     destination = address.packed
@@ -393,7 +393,7 @@ def names_of_this_host() -> frozenset[str]:
     return frozenset(name for name in names if name is not None)
 
 
-def _hosts_file() -> Iterator[tuple[Address, list[str]]]:
+def _hosts_file() -> Iterator[tuple[IpAddress, list[str]]]:
     """The addresses of the file of hosts, each with its names; none if there is no such file."""
     try:
         with open(HOSTS_FILE, encoding="ascii", errors="replace") as file:

@@ -38,7 +38,7 @@ from kvferry.protocol.handshake import (
     decode_reply,
     encode,
 )
-from kvferry.protocol.hosts import Address, advice, host_port, read_address
+from kvferry.protocol.hosts import IpAddress, advice, host_port, read_address
 
 _CLOSED = "this side channel is closed"
 
@@ -293,7 +293,7 @@ class SideChannelClient:
         except (zmq.ZMQError, ValueError) as refused:
             raise HandshakeFailed(f"cannot be connected: {refused}") from None
 
-    async def _allowed_address(self, host: str) -> Address:
+    async def _allowed_address(self, host: str) -> IpAddress:
         """The address to connect to.
 
         Raises:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kvferry.link import limits
 from kvferry.protocol.digests import GrowingChain
 from kvferry.protocol.handshake import LeaseName, Release, Renew
+from kvferry.protocol.hosts import ChannelAddress
 from kvferry.protocol.params import RemotePrefill
 from kvferry.protocol.queries import PromptProgress, PromptQuery
 
@@ -87,8 +88,8 @@ LeaseCommand = RenewLease | ForgetLease | ReleaseLease
 # Queries of other engines.
 
 
-Producer = tuple[str, int]
-"""Host and port of a side channel."""
+Producer = ChannelAddress
+"""A producer of which nothing is known but where it listens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from kvferry.protocol.errors import (
     NothingListens,
     PeerRefused,
 )
-from kvferry.protocol.hosts import Address, host_port
+from kvferry.protocol.hosts import IpAddress, host_port
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class Connection:
     async def open(
         cls,
         context: zmq.Context[zmq.Socket[bytes]],
-        address: Address,
+        address: IpAddress,
         port: int,
         *,
         secrets: Secrets,
@@ -185,7 +185,7 @@ class Connection:
     async def _attempt(
         cls,
         context: zmq.Context[zmq.Socket[bytes]],
-        address: Address,
+        address: IpAddress,
         port: int,
         max_answer_bytes: int,
         endless: EndlessMessages,

@@ -29,10 +29,7 @@ from kvferry.link import limits
 from kvferry.link.connection import Connection
 from kvferry.link.limits import has_share
 from kvferry.protocol.errors import HandshakeFailed, KvferryError
-from kvferry.protocol.hosts import one_spelling
-
-Address = tuple[str, int]
-"""Host and port of a side channel."""
+from kvferry.protocol.hosts import ChannelAddress, one_spelling
 
 
 class TurnKind(enum.Enum):
@@ -65,19 +62,19 @@ class _ProvenAddresses:
     """Addresses that were connected, until an attempt fails."""
 
     def __init__(self) -> None:
-        self._addresses: OrderedDict[Address, None] = OrderedDict()
+        self._addresses: OrderedDict[ChannelAddress, None] = OrderedDict()
 
-    def __contains__(self, address: Address) -> bool:
+    def __contains__(self, address: ChannelAddress) -> bool:
         return address in self._addresses
 
-    def add(self, address: Address) -> None:
+    def add(self, address: ChannelAddress) -> None:
         self._addresses[address] = None
         self._addresses.move_to_end(address)
         if len(self._addresses) > limits.MAX_REMEMBERED:
             # The one connected to longest ago.
             self._addresses.popitem(last=False)
 
-    def discard(self, address: Address) -> None:
+    def discard(self, address: ChannelAddress) -> None:
         self._addresses.pop(address, None)
 
 
@@ -237,7 +234,7 @@ class ConnectionSlots:
         """The number of connections."""
         return len(self._in_use) + len(self._idle)
 
-    def prove(self, address: Address) -> None:
+    def prove(self, address: ChannelAddress) -> None:
         """This address is connected otherwise: it does not wait for new ones."""
         self._proven.add(address)
 
@@ -257,7 +254,7 @@ class ConnectionSlots:
 
     async def connect(
         self,
-        address: Address,
+        address: ChannelAddress,
         connect: Callable[[], Awaitable[Connection]],
         give_up: Callable[[], None],
         kind: TurnKind = TurnKind.NAMED,

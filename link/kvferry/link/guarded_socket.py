@@ -42,7 +42,7 @@ from kvferry.link.sockets import (
     unpack_event,
     watch,
 )
-from kvferry.protocol.handshake import MAX_REQUEST_BYTES, channel_address
+from kvferry.protocol.handshake import MAX_REQUEST_BYTES, zmq_address
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class GuardedSocket:
             self._curve_auth: CurveAuth | None = None
             if secrets:
                 self._curve_auth = CurveAuth(self._context, secrets, self._connections)
-            self._socket.bind(channel_address(host, port))
+            self._socket.bind(zmq_address(host, port))
             undo.pop_all()
         self._served: dict[zmq.Socket[bytes] | int, Callable[[], None]] = {
             self._socket: self._take_one,

@@ -123,7 +123,7 @@ FILES_PER_SLOT = 16
 needs others."""
 
 MAX_WAITING = 4096
-"""Most addresses of one kind that wait for their turn to be connected (`connection_slots.Kind`)."""
+"""Most addresses of one kind that wait for their turn to be connected (`connection_slots.TurnKind`)."""
 
 MAX_REMEMBERED = 4096
 """Most hosts and addresses that are remembered for having answered, been found or failed; the oldest is forgotten."""

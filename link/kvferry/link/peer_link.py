@@ -31,7 +31,6 @@ from kvferry.link import limits
 from kvferry.link.client import SideChannelClient
 from kvferry.link.connection import Connection, within
 from kvferry.link.connection_slots import (
-    Address,
     ConnectionSlot,
     ConnectionSlots,
     ConnectionSlotsSnapshot,
@@ -46,7 +45,7 @@ from kvferry.protocol.errors import (
     PeerRefused,
 )
 from kvferry.protocol.handshake import MAX_PART_FRAME_BYTES, is_refused
-from kvferry.protocol.hosts import host_port, read_address
+from kvferry.protocol.hosts import ChannelAddress, host_port, read_address
 from kvferry.protocol.queries import MAX_ANSWERS_BYTES, Answers, answers_in
 from kvferry.protocol.rate_limited_log import RateLimitedLog
 
@@ -153,7 +152,7 @@ class PeerLinksSnapshot:
         slots: of their connections.
     """
 
-    addresses: tuple[Address, ...]
+    addresses: tuple[ChannelAddress, ...]
     slots: ConnectionSlotsSnapshot
 
 
@@ -172,7 +171,7 @@ class PeerLinks:
         self.client = client
         self.counters = counters
         self.slots = ConnectionSlots(limits.SLOTS)
-        self._by_address: dict[Address, PeerLink] = {}
+        self._by_address: dict[ChannelAddress, PeerLink] = {}
         self._log = RateLimitedLog(logger)  # clients choose the addresses
 
     def snapshot(self) -> PeerLinksSnapshot:
@@ -187,7 +186,7 @@ class PeerLinks:
 
     # On the client's loop.
 
-    def to(self, address: Address) -> PeerLink:
+    def to(self, address: ChannelAddress) -> PeerLink:
         """The link to this address. A new one connects once something is wanted of it."""
         link = self._by_address.get(address)
         if link is None:
@@ -208,7 +207,7 @@ class PeerLinks:
         if self._by_address.get(link.address) is link:
             del self._by_address[link.address]
 
-    def failed(self, address: Address, why: str) -> None:
+    def failed(self, address: ChannelAddress, why: str) -> None:
         """Count and log it."""
         self._log.warning("side channel of %s: %s", host_port(*address), why)
         self.counters.add("side_channel_errors")
@@ -224,7 +223,7 @@ class PeerLink:
         messages: those that wait for a connection.
     """
 
-    def __init__(self, links: PeerLinks, address: Address) -> None:
+    def __init__(self, links: PeerLinks, address: ChannelAddress) -> None:
         self.address = address
         self.subscriber: Subscriber | None = None
         self.is_static = False
@@ -537,7 +536,7 @@ class ConnectedPeer:
 
     def __init__(
         self,
-        address: Address,
+        address: ChannelAddress,
         connection: Connection,
         slot: ConnectionSlot | None,
         use: Use,

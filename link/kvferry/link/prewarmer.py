@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from kvferry.link import limits
 from kvferry.link.client import ask_description, refusal
 from kvferry.link.connection import within
-from kvferry.link.connection_slots import Address
 from kvferry.link.peer_link import ConnectedPeer, PeerLink, PeerLinks
 from kvferry.protocol.errors import KvferryError, PeerRefused
 from kvferry.protocol.handshake import (
@@ -23,7 +22,7 @@ from kvferry.protocol.handshake import (
     Refused,
     decode_without_workers,
 )
-from kvferry.protocol.hosts import host_port
+from kvferry.protocol.hosts import ChannelAddress, host_port
 from kvferry.protocol.orders import Prewarm
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class PeerPrewarmer:
     def __init__(
         self,
         links: PeerLinks,
-        addresses: Iterable[tuple[str, int]],
+        addresses: Iterable[ChannelAddress],
         client_id: str,
         own_boot: Callable[[], str],
         tell: Callable[[Prewarm], None],
@@ -102,7 +101,7 @@ class PeerPrewarmer:
                 # steps. An attempt to connect has a pause of its own.
                 await asyncio.sleep(asked_s + limits.RETRY.longest_s - loop.time())
 
-    async def _find(self, peer: ConnectedPeer, address: Address) -> Prewarm:
+    async def _find(self, peer: ConnectedPeer, address: ChannelAddress) -> Prewarm:
         """The engine at the other end of a connection.
 
         Raises:

@@ -45,9 +45,9 @@ from kvferry.protocol.handshake import (
     Refused,
     Renew,
     Request,
-    channel_address,
     decode_request,
     encode,
+    zmq_address,
 )
 from kvferry.protocol.hosts import host_port
 from kvferry.protocol.queries import (
@@ -250,7 +250,7 @@ class SideChannelListener:
             secured = f"with secret {secrets[0].fingerprint}"
         logger.info(
             "side channel listens on %s %s",
-            channel_address(self.address, port),
+            zmq_address(self.address, port),
             secured,
         )
 

@@ -37,7 +37,7 @@ from zmq.utils import z85
 from kvferry.link import limits
 from kvferry.link.secrets import VARIABLE, Secret, Secrets
 from kvferry.protocol.errors import InvalidSecretFile
-from kvferry.protocol.hosts import Address
+from kvferry.protocol.hosts import IpAddress
 
 S = TypeVar("S", bound=zmq.Socket[Any])
 
@@ -139,7 +139,7 @@ def listening_socket(
 
 def client_socket(
     context: zmq.Context[S],
-    address: Address,
+    address: IpAddress,
     secret: Secret | None,
     max_answer_bytes: int,
 ) -> S:

@@ -418,7 +418,7 @@ _workers: msgspec.msgpack.Decoder[WorkerDescription] = msgspec.msgpack.Decoder(
 _encoder = msgspec.msgpack.Encoder()
 
 
-def channel_address(host: str, port: int) -> str:
+def zmq_address(host: str, port: int) -> str:
     """The ZMQ address of a host and port; IPv6 addresses get brackets."""
     return f"tcp://{host_port(host, port)}"
 

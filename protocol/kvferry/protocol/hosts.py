@@ -22,7 +22,10 @@ import socket
 
 from kvferry.protocol.errors import InvalidConfig
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+ChannelAddress = tuple[str, int]
+"""Host and port of an engine's side channel. The boots of one engine share it, and with it what one peer may take."""
 
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 
@@ -48,7 +51,7 @@ def host_port(host: object, port: int) -> str:
     return f"{text}:{port}"
 
 
-def address_of(text: str) -> tuple[str, int]:
+def address_of(text: str) -> ChannelAddress:
     """Host and port of `host:port` or `[address]:port`.
 
     Raises:
@@ -69,7 +72,7 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 @functools.lru_cache(4096)
-def read_host(text: str) -> Address | str:
+def read_host(text: str) -> IpAddress | str:
     """The address or the name that a text means. Nothing is looked up.
 
     Returns:
@@ -94,7 +97,7 @@ def read_host(text: str) -> Address | str:
     return name
 
 
-def read_address(text: str) -> Address | None:
+def read_address(text: str) -> IpAddress | None:
     """The address that a text is, in any spelling that a resolver may accept; None if it is none, or has a zone."""
     if not text.isascii() or "%" in text:
         return None
@@ -111,7 +114,7 @@ def read_address(text: str) -> Address | None:
         return None
 
 
-def _without_mapping(address: Address) -> Address:
+def _without_mapping(address: IpAddress) -> IpAddress:
     """The IPv4 address that an IPv6 address stands for: Linux connects to it, so rules for it must apply."""
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         return address.ipv4_mapped
@@ -129,7 +132,7 @@ def one_spelling(host: str) -> str:
         return host
 
 
-def why_unusable(address: Address) -> str | None:
+def why_unusable(address: IpAddress) -> str | None:
     """Why an address does not stand for one certain host; None if it does."""
     if address in _THIS_NETWORK or address.is_unspecified:
         return "an address of whichever host reads it"

@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.protocol.hosts import ChannelAddress
 from kvferry.protocol.slots import EMPTY, PAGE_IDS
 from kvferry.worker.fabric.errors import (
     FabricClosed,
@@ -292,9 +293,6 @@ class EntriesSnapshot:
 SlotWords: TypeAlias = tuple[tuple[int, int], ...]
 """The two words of a slot on every producer worker that a load reads from, in the order of the peer's routes."""
 
-Address: TypeAlias = tuple[str, int]
-"""Where an engine listens: its host and port. Its boots share what one peer may take."""
-
 
 class EntryBuffer:
     """Memory in equal entries. An entry belongs to one reader until it is given back.
@@ -312,7 +310,7 @@ class EntryBuffer:
         self.given_back = 0
         # A stack, the lowest entry on top.
         self._free = list(range(len(memory) - 1, -1, -1))
-        self._held: Counter[Address] = Counter()
+        self._held: Counter[ChannelAddress] = Counter()
 
     def region(self) -> Region:
         """The memory to register."""
@@ -328,7 +326,7 @@ class EntryBuffer:
         )
 
     def try_take(
-        self, count: int, peer: Address | None = None
+        self, count: int, peer: ChannelAddress | None = None
     ) -> tuple[int, ...] | None:
         """`count` entries, or None when there are not as many.
 
@@ -352,7 +350,9 @@ class EntryBuffer:
         del self._free[-count:]
         return taken
 
-    def give_back(self, entries: tuple[int, ...], peer: Address | None = None) -> None:
+    def give_back(
+        self, entries: tuple[int, ...], peer: ChannelAddress | None = None
+    ) -> None:
         """Return entries that no read can write any more, and that were taken for `peer`."""
         if not entries:
             return
@@ -498,7 +498,7 @@ class LeaseReads:
     reads: Reads
     slot_reads: SlotReads
     id_pages: IdPages
-    peer: Address
+    peer: ChannelAddress
     entries: tuple[int, ...] = ()
     pages: tuple[int, ...] = ()
     waits_for: EntryBuffer | None = None

@@ -11,7 +11,7 @@ from kvferry.plan.transfer_plan import Placing, Route, TransferPlan
 from kvferry.plan.waves import source_table
 from kvferry.protocol.errors import InvalidMessage
 from kvferry.protocol.handshake import EngineDescription, LeaseTableAddress
-from kvferry.protocol.hosts import host_port
+from kvferry.protocol.hosts import ChannelAddress, host_port
 from kvferry.protocol.slots import (
     ID_BYTES,
     PAGE_IDS,
@@ -50,7 +50,7 @@ class PeerKey(NamedTuple):
     boot: str
 
     @property
-    def address(self) -> tuple[str, int]:
+    def address(self) -> ChannelAddress:
         return self.host, self.port
 
     def __str__(self) -> str:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from kvferry.link import limits
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.errors import InputError, KvferryError, PeerRefused
+from kvferry.protocol.hosts import ChannelAddress
 from kvferry.protocol.orders import FailureReason
 from kvferry.worker.fabric.errors import internal_errors
 from kvferry.worker.peers.first_contact import FirstRead, FirstReads
@@ -183,7 +184,7 @@ class PeerRegistry:
         self._asked_s: dict[PeerKey, float] = {}
         self.handshake_s: list[float] = []
         # By address.
-        self._static: dict[tuple[str, int], PeerKey] = {}
+        self._static: dict[ChannelAddress, PeerKey] = {}
         self._static_check_s = 0.0
         self._checked_s = -math.inf
         self._is_paused = False
