@@ -13,7 +13,7 @@ from kvferry.connector.vllm import sleep
 from kvferry.link.client import SideChannelClient
 from kvferry.protocol.errors import PeerRefused
 from kvferry.protocol.handshake import UNKNOWN_ENGINE
-from kvferry.worker.registration import WithdrawalRefused
+from kvferry.worker.registration import MemoryState, WithdrawalRefused
 from kvferry.worker.worker import FerryWorker
 from tests.engine_core.test_both_legs import ids, leg_params
 from tests.harness.core.node import Node, ferry_of, until
@@ -50,7 +50,8 @@ class Sleeper:
 
     def take(self) -> None:
         """The pages go: none may be registered any more, and what is written then is never read as a cache."""
-        assert all(worker.registration.is_withdrawn for worker in self.workers)
+        states = {worker.registration.state for worker in self.workers}
+        assert states == {MemoryState.WITHDRAWN}
         self.node.model.poison()
         self.taken += 1
 
@@ -293,7 +294,7 @@ def test_of_two_engines_in_a_process_the_first_stays_withdrawn_if_the_second_ref
     assert not sleeper.taken
     assert second.registration.is_registered
     assert sleeper.core.wake_up()
-    assert first.registration.is_withdrawn
+    assert first.registration.state is MemoryState.WITHDRAWN
     # Its peers compute, and the next sleep with its wake-up ends that.
     assert sleeper.hand_over() > 1
     sleeper.core.sleep(1)

@@ -60,10 +60,7 @@ def test_pages_go_only_when_all_reads_have_ended_since_the_last_registration(
         happened.append(event)
         generations += event is MemoryEvent.REGISTERED
         assert registration.generation == generations
-        assert registration.is_registered == (
-            registration.state is MemoryState.REGISTERED
-        )
-        if registration.is_withdrawn:
+        if registration.state is MemoryState.WITHDRAWN:
             assert happened[-3:] == [
                 MemoryEvent.WITHDRAW,
                 MemoryEvent.QUIET,

@@ -186,7 +186,8 @@ class LeaseInbox:
     lease and kind: a renewal replaces the one before it. The time of its arrival is kept, since it counts from there.
 
     Attributes:
-        received: what waits. Its truth may be read on any thread; at worst a message is seen a step later.
+        received: what waits; a lease that was renewed and released is in it twice. Its truth may be read on any thread:
+            at worst a message is seen a step later.
     """
 
     def __init__(self) -> None:
@@ -223,10 +224,3 @@ class LeaseInbox:
             received = self.received
             self.received = {}
         return [ReceivedLease(*key, received_s) for key, received_s in received.items()]
-
-    def qsize(self) -> int:
-        """The number of waiting entries; a lease that was renewed and released counts twice."""
-        return len(self.received)
-
-    def empty(self) -> bool:
-        return not self.received

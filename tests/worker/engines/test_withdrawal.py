@@ -17,7 +17,7 @@ from kvferry.worker.fabric.errors import FabricUnavailable
 from kvferry.worker.loads.load import Load
 from kvferry.worker.loads.runner import LoadRunner
 from kvferry.worker.loads.slot_watch import SlotPoll
-from kvferry.worker.registration import WithdrawalRefused
+from kvferry.worker.registration import MemoryState, WithdrawalRefused
 from kvferry.worker.staging.host_buffer import HostMirror
 from kvferry.worker.transfer_thread import TransferThread
 from tests.harness.cache_engine import SETTINGS
@@ -506,7 +506,7 @@ def test_an_engine_that_ends_while_it_sleeps_touches_no_page(pair: Pair) -> None
     for engine in (pair.consumer, pair.producer):
         engine.sleep()
         rig.retire(engine)
-        assert engine.worker.registration.is_withdrawn
+        assert engine.worker.registration.state is MemoryState.WITHDRAWN
 
 
 def test_an_agent_is_not_closed_under_reads(rig: Rig) -> None:
@@ -532,7 +532,7 @@ def test_memory_that_the_fabric_refuses_stays_withdrawn_until_it_does_not(
         refused.setattr("tests.harness.fault_fabric.FaultFabric.register", refuse)
         with pytest.raises(FabricUnavailable):
             producer.wake_up()
-    assert producer.worker.registration.is_withdrawn
+    assert producer.worker.registration.state is MemoryState.WITHDRAWN
     producer.restore()
     rig.transfer(producer, consumer, seed=1)
 

@@ -186,8 +186,6 @@ class StreamRowTable:
         return {row: tuple(self.headers[row].tolist()) for row in rows}
 
 
-_LIVE = (SlotState.COMPUTING, SlotState.READY)
-
 _NOTIFICATIONS_AT_ONCE = 32
 """Taken without a look at the clock, in some 100 µs. Anyone can send any number, so then the step thread gets the
 interpreter's lock."""

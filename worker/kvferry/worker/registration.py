@@ -102,8 +102,3 @@ class Registration:
     def is_registered(self) -> bool:
         """Whether orders can be carried out."""
         return self.state is MemoryState.REGISTERED
-
-    @property
-    def is_withdrawn(self) -> bool:
-        """Whether the pages may go."""
-        return self.state is MemoryState.WITHDRAWN
