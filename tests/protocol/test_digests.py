@@ -147,7 +147,7 @@ def test_a_chain_goes_on_from_what_is_known_of_a_longer_prompt(
     count = data.draw(st.integers(0, len(prompt.tokens)))
     shorter = GrowingChain(replace(prompt, tokens=prompt.tokens[:count]))
     shorter.grow(data.draw(st.integers(0, count)))
-    shorter.know(digest_chain(prompt), count)
+    shorter.adopt(digest_chain(prompt), count)
     assert shorter.digests(count) == digest_chain(prompt, count)
 
 

@@ -16,8 +16,8 @@ from kvferry.protocol.orders import (
 from kvferry.protocol.params import RemotePrefill
 from kvferry.scheduler.consumer import ledger
 from kvferry.scheduler.consumer.ledger import (
-    AGAIN_S,
-    MAX_WAITING,
+    MAX_PREWARMS,
+    PREWARM_AGAIN_S,
     ConsumerLedger,
     PrewarmQueue,
 )
@@ -61,7 +61,7 @@ def test_a_request_that_is_computed_here_prewarms_no_producer(
     assert loads.offer("first", source(1), 300, 0.0) is None
     loads.decline(source(3))
     loads.prewarms.take()
-    assert loads.offer("second", source(slot), shared, 2 * AGAIN_S) == why
+    assert loads.offer("second", source(slot), shared, 2 * PREWARM_AGAIN_S) == why
     loads.decline(source(4))
     assert loads.prewarms.take() == ()
 
@@ -73,13 +73,13 @@ def test_after_a_while_and_after_a_failed_load_the_next_request_names_its_produc
     loads = ConsumerLedger(Counters())
     loads.offer("d1", source(1), 300, 0.0)
     assert loads.prewarms.take() == (PRODUCER,)
-    loads.offer("d2", source(2), 300, AGAIN_S - 0.01)
+    loads.offer("d2", source(2), 300, PREWARM_AGAIN_S - 0.01)
     assert loads.prewarms.take() == ()
-    loads.offer("d3", source(3), 300, AGAIN_S)
+    loads.offer("d3", source(3), 300, PREWARM_AGAIN_S)
     assert loads.prewarms.take() == (PRODUCER,)
     loads.allocated("d3", loads.matched_tokens("d3", 0), ((1,), (2,)))
     loads.failed("d3")
-    loads.offer("d4", source(4), 300, AGAIN_S + 0.01)
+    loads.offer("d4", source(4), 300, PREWARM_AGAIN_S + 0.01)
     assert loads.prewarms.take() == (PRODUCER,)
 
 
@@ -87,15 +87,15 @@ def test_remembered_producers_and_prewarms_of_one_step_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Clients choose the names. A producer left out is queued by the next request that needs it."""
-    monkeypatch.setattr(ledger, "MAX_NAMED", 100)
+    monkeypatch.setattr(ledger, "MAX_PREWARMED", 100)
     prewarms = PrewarmQueue()
     named = [
         Prewarm.from_params(make_params(remote_host=f"10.0.1.{number}"))
-        for number in range(MAX_WAITING + 1)
+        for number in range(MAX_PREWARMS + 1)
     ]
     for one in named:
         prewarms.expect(one, 0.0)
-    assert prewarms.take() == tuple(named[:MAX_WAITING])
+    assert prewarms.take() == tuple(named[:MAX_PREWARMS])
     prewarms.expect(named[-1], 0.0)
     assert prewarms.take() == (named[-1],)
     for number in range(1000):
@@ -119,7 +119,7 @@ def test_one_host_leaves_prewarms_of_a_step_for_others() -> None:
     prewarms.expect(other, 0.0)
     taken = prewarms.take()
     assert taken[-1] == other
-    assert len(taken) == MAX_WAITING // 2 + 1
+    assert len(taken) == MAX_PREWARMS // 2 + 1
     prewarms.expect(Prewarm.from_params(make_params(remote_port=200)), 0.0)
     assert len(prewarms.take()) == 1, "each step has all of them"
 
@@ -135,7 +135,7 @@ def test_a_static_producer_is_prewarmed_once_and_requests_need_not_name_it_for_a
     orders = StepOrders.join(BOOT, lease_orders, loads.take_orders())
     assert orders.prewarms == (static,)
     assert decode_orders(encode_orders(orders)).prewarms == (static,)
-    loads.offer("d2", source(2), 300, AGAIN_S)
+    loads.offer("d2", source(2), 300, PREWARM_AGAIN_S)
     assert loads.prewarms.take() == (PRODUCER,), "the workers may have lost it"
 
 
@@ -143,7 +143,7 @@ def test_static_producers_are_all_prewarmed_even_beyond_the_limit_of_one_step() 
     prewarms = PrewarmQueue()
     named = [
         msgspec.structs.replace(PRODUCER, host=f"10.0.1.{number}", is_static=True)
-        for number in range(2 * MAX_WAITING)
+        for number in range(2 * MAX_PREWARMS)
     ]
     for one in named:
         prewarms.expect(one, 0.0)

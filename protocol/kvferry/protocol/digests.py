@@ -109,8 +109,8 @@ class GrowingChain:
             self._whole += _digests(self._prompt, self._digest, start, stop)
             self._digest = bytes.fromhex(self._whole[-1])
 
-    def know(self, chain: Sequence[str], num_tokens: int) -> None:
-        """Take digests from the chain of another prompt that begins with the same `num_tokens` tokens."""
+    def adopt(self, chain: Sequence[str], num_tokens: int) -> None:
+        """Take digests that are made already: those of a prompt that begins with the same `num_tokens` tokens."""
         whole = chain[: num_tokens // CHUNK_TOKENS]
         if len(whole) > len(self._whole):
             self._whole = list(whole)

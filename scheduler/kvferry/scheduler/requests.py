@@ -274,7 +274,7 @@ class ListedPrompt:
         claimant: whose query it answers. Set after `spans` and `digests`, by the listener's thread.
         spans: of the claimant (`PromptQuery`).
         digests: of the whole prompt; () until a query is compared with them.
-        has_ended: whether the listener's thread knows that it is over.
+        is_known_over: whether the listener's thread knows that it is over.
         is_dropped: whether the listener's thread has forgotten it.
         encoded: the params of a state, as they are sent.
     """
@@ -288,7 +288,7 @@ class ListedPrompt:
     claimant: Claimant | None = None
     spans: tuple[int, ...] = ()
     digests: tuple[str, ...] = ()
-    has_ended: bool = False
+    is_known_over: bool = False
     is_dropped: bool = False
     encoded: tuple[PromptState, msgspec.Raw] | None = None
 

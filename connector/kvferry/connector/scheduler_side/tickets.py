@@ -298,7 +298,7 @@ class TicketBuilder:
             prefill.is_refused = True  # counted once, not in every step
             return None
         # The directory has digested the prompt for the query, with the tokens that are left out here.
-        prefill.chain.know(queried.digests, request.num_prompt_tokens)
+        prefill.chain.adopt(queried.digests, request.num_prompt_tokens)
         digests = prefill.chain.digests(request.num_prompt_tokens)
         params = self.builder.build_stream(request, lease, stream.row, digests)
         self._give_ticket(prefill, params, lease)

@@ -421,11 +421,11 @@ class EndedLeases(OrderedDict[LeaseKey, None]):
             self.popitem(last=False)
 
 
-AGAIN_S = 10.0
+PREWARM_AGAIN_S = 10.0
 """Interval between prewarms of a producer. For a known one they cost a worker one table lookup."""
-MAX_NAMED = 4096
+MAX_PREWARMED = 4096
 """Most producers remembered; the least recently named is dropped. Clients choose what params name."""
-MAX_WAITING = 64
+MAX_PREWARMS = 64
 """Most prewarms in the orders of one step, static peers apart; of one host no more than are free, so that others get
 some. Loads from producers that are left out begin with a handshake."""
 
@@ -434,8 +434,8 @@ class PrewarmQueue:
     """Producers that the workers prewarm before the first load from them is ordered.
 
     The handshake (a description, a plan, a first read) then proceeds while the request waits. A worker that drops a
-    producer does not report it here: so the next request that names it queues it again after `AGAIN_S`, or after a load
-    from it has failed.
+    producer does not report it here: so the next request that names it queues it again after `PREWARM_AGAIN_S`, or
+    after a load from it has failed.
 
     Attributes:
         waiting: for the next step's orders.
@@ -443,7 +443,7 @@ class PrewarmQueue:
 
     def __init__(self) -> None:
         # When each was queued last; the one that was named last is last. The workers may have dropped one since without
-        # a word, so it is queued again after `AGAIN_S`.
+        # a word, so it is queued again after `PREWARM_AGAIN_S`.
         self._named_s: dict[Prewarm, float] = {}
         self.waiting: list[Prewarm] = []
         # Of those that clients have named: static peers have no share.
@@ -456,13 +456,13 @@ class PrewarmQueue:
         # A static peer has no share: the operator has listed it, so there are few, and each is wanted.
         if not producer.is_static:
             named_s = self._named_s.get(named)
-            was_prewarmed = named_s is not None and now_s < named_s + AGAIN_S
+            was_prewarmed = named_s is not None and now_s < named_s + PREWARM_AGAIN_S
             if was_prewarmed or not self._take_place(named.host):
                 return
         self.waiting.append(producer)
         self.forget(named)
         self._named_s[named] = now_s
-        if len(self._named_s) > MAX_NAMED:
+        if len(self._named_s) > MAX_PREWARMED:
             del self._named_s[next(iter(self._named_s))]
 
     def forget(self, producer: Prewarm) -> None:
@@ -472,7 +472,7 @@ class PrewarmQueue:
     def _take_place(self, named_host: str) -> bool:
         """Take a place for a producer that a client has named. False if its host has no share left."""
         host = one_spelling(named_host)
-        if not has_share(self._by_host[host], self._by_host.total(), MAX_WAITING):
+        if not has_share(self._by_host[host], self._by_host.total(), MAX_PREWARMS):
             return False
         self._by_host[host] += 1
         return True

@@ -505,7 +505,7 @@ class LeaseSlots:
         self._by_name[lease.name] = lease
         return LeaseOpen(slot=lease.slot, epoch=lease.name.epoch)
 
-    def renew_epoch(self, lease: ProducerLease) -> None:
+    def replace_epoch(self, lease: ProducerLease) -> None:
         """Give a lease a fresh epoch in its slot; `find` knows it by its first name too."""
         # Not by the names in between: tickets have the first one, so consumers have never had those.
         if lease.name != lease.origin:
@@ -611,7 +611,7 @@ class PublishedStreams:
         stream.blocks = ()
         # The slot and the row stay: consumers have them from the ticket. A consumer that has read under the old epoch
         # finds no READY with it, ever.
-        self._slots.renew_epoch(lease)
+        self._slots.replace_epoch(lease)
         order = LeaseOpen(
             slot=lease.slot,
             epoch=lease.name.epoch,

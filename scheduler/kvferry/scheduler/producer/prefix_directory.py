@@ -121,8 +121,8 @@ class QueriedPrefix:
         claimant: whose query it is.
         peer: the routing id of the client's connection.
         proven: the part of its chain that is listed here.
-        whole: what tells the query from another one of its number: the last digest of its chain, the chain's length,
-            and the fewest tokens.
+        identity: what tells the query from another one of its number: the last digest of its chain, the chain's
+            length, and the fewest tokens.
         found: what the listener's thread has found last.
         digests: of the tokens in `found`.
         generation: of the engine's cache when it was found.
@@ -137,7 +137,7 @@ class QueriedPrefix:
     claimant: Claimant
     peer: bytes
     proven: ProvenPrefix
-    whole: tuple[bytes, int, int]
+    identity: tuple[bytes, int, int]
     found: CachedPrefix
     digests: tuple[str, ...]
     generation: int
@@ -151,7 +151,7 @@ class QueriedPrefix:
     @property
     def min_tokens(self) -> int:
         """A shorter prefix is of no use to the client."""
-        return self.whole[2]
+        return self.identity[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,10 +319,10 @@ class PrefixDirectory:
 
     def _find(self, claimant: Claimant, peer: bytes, query: PrefixQuery) -> Answer:
         chain = query.chain
-        whole = (chain[-DIGEST_BYTES:], len(chain), query.min_tokens)
+        identity = (chain[-DIGEST_BYTES:], len(chain), query.min_tokens)
         now_s = self._clock()
         queried = self._open.get(claimant)
-        if queried is not None and queried.whole == whole:
+        if queried is not None and queried.identity == identity:
             queried.peer = peer
             queried.repeated_s = now_s
             self._open[claimant] = self._open.pop(claimant)
@@ -339,7 +339,7 @@ class PrefixDirectory:
             claimant=claimant,
             peer=peer,
             proven=proven,
-            whole=whole,
+            identity=identity,
             found=cached,
             digests=digests,
             generation=self._indexed_generation,

@@ -276,7 +276,7 @@ class PromptDirectory:
             self._add(listed)
         elif listed.claimant is not None and listed.claimant in self._subscriptions:
             self._changed[listed.claimant] = None
-        if not listed.is_over or listed.has_ended:
+        if not listed.is_over or listed.is_known_over:
             return
         if listed.claimant is None and listed.state.reason == FAILED:
             # Nobody has asked for it. Who asks under its key from now on may mean a retry of it, which is on its way: a
@@ -432,14 +432,14 @@ class PromptIndex:
 
     def ended(self, listed: ListedPrompt) -> None:
         """A prompt is over. It is still found."""
-        listed.has_ended = True
+        listed.is_known_over = True
         self._by_key[listed.key].num_running -= 1
 
     def drop(self, listed: ListedPrompt) -> None:
         """Forget a prompt; the query that has claimed it may claim another one."""
         key = self._by_key[listed.key]
         key.num_prompts -= 1
-        key.num_running -= not listed.has_ended
+        key.num_running -= not listed.is_known_over
         if listed.claimant is not None:
             if self._claimed.get(listed.claimant) is listed:
                 del self._claimed[listed.claimant]
