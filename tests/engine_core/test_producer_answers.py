@@ -12,7 +12,7 @@ from kvferry.scheduler.producer import prompt_directory
 from kvferry.scheduler.producer.prompt_directory import PromptDirectory
 from tests.engine_core.streamed import PROMPT, REMOTE_DECODE, ask, asked_for, is_over
 from tests.harness.core.node import Node
-from tests.harness.integrity import snapshot_of
+from tests.harness.inside import thread_of
 from tests.waiting import wait_until
 
 
@@ -28,8 +28,9 @@ def prompts_of(node: Node) -> PromptDirectory:
 def test_a_worker_takes_notifications_before_the_engines_first_step(make: Any) -> None:
     """Peers know of it from then on, and NIXL keeps what they send until it is taken."""
     producer: Node = make("kv_producer")
+    assert producer.ferry_workers
     for worker in producer.ferry_workers:
-        snapshot_of(worker)
+        assert thread_of(worker).is_running
 
 
 def test_a_prompt_that_cannot_be_decoded_elsewhere_is_not_waited_for(make: Any) -> None:
