@@ -17,7 +17,8 @@ from kvferry.protocol.geometry import PagedTensor, Range
 MAX_DESCRIPTORS = (1 << 31) - 1
 """Most descriptors of one plan, all its routes together: their indices are int32, in NIXL too.
 
-A cache of 512 GiB in runs of 256 bytes. Larger ones were divided over tables; no worker has such memory.
+That is a cache of 512 GiB in runs of 256 bytes. To divide larger ones over several tables was tried and taken out: no
+worker has as much memory.
 """
 
 

@@ -246,7 +246,7 @@ class PendingQueries:
     def give_up(self, now_s: float) -> Iterator[PendingQuery]:
         """Settle the queries whose time is over, and those that others have crowded out.
 
-        Who takes the first few only gets the others from the next call.
+        A caller that stops early gets the others from its next call.
         """
         self._start_timers_of_ended(now_s)
         while self.crowded_out:
@@ -315,7 +315,7 @@ class PendingQueries:
     # Who gives way.
 
     def _make_room(self, host: str) -> bool:
-        """Give up one query for one of this host. False if no other has less right to its place."""
+        """Give up one query for one of this host. False if every other has at least as much right to its place."""
         if self._give_up_ended():
             return True
         # The host with the most loses its newest one, if it still has as many as this host then: so no host can keep

@@ -28,23 +28,20 @@ logger = logging.getLogger(__name__)
 
 
 class Stage(TableEnum):
-    """The stages of a load, in order. A stage begins when the one before it has ended.
-
-    Attributes:
-        QUEUED: it waits for its turn.
-        CONNECTING: it waits until its producer is connected and the device is done with the blocks' last owner.
-        FENCE: it reads the lease's slots until the producer is ready.
-        POSTING: its reads are prepared and posted; where a post copies, it lasts until the bytes are here.
-        READING: its reads are under way, and staged bytes are put in place.
-        FENCE_AGAIN: it reads the slots once more, while what was not loaded is zeroed.
-    """
+    """The stages of a load, in order. A stage begins when the one before it has ended."""
 
     QUEUED = "queued"
+    """It waits for its turn."""
     CONNECTING = "connecting"
+    """It waits until its producer is connected and the device is done with the blocks' last owner."""
     FENCE = "fence"
+    """It reads the lease's slots until the producer is ready."""
     POSTING = "posting"
+    """Its reads are prepared and posted; where a post copies, it lasts until the bytes are here."""
     READING = "reading"
+    """Its reads are under way, and staged bytes are put in place."""
     FENCE_AGAIN = "fence_again"
+    """It reads the slots once more, while what was not loaded is zeroed."""
 
 
 MAX_CHUNKS = 64

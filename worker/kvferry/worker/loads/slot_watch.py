@@ -25,14 +25,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.protocol.ids import (
-    Epoch,
-)
-from kvferry.protocol.slots import (
-    SlotState,
-    progress_of,
-    slot_word,
-)
+from kvferry.protocol.ids import Epoch
+from kvferry.protocol.slots import SlotState, progress_of, slot_word
 from kvferry.worker.fabric.errors import FabricError, PeerLost, internal_errors
 from kvferry.worker.fabric.port import TransferState
 from kvferry.worker.fabric.reads import (

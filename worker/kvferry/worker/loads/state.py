@@ -95,10 +95,10 @@ class LoadFailed(KvferryError):
         super().__init__(detail)
 
 
-LONGEST = 20
-"""The longest load, in times without progress: 20 minutes where `load_timeout_s` is 60."""
 # Generous, since all progress counts: 10 was tried first, and a staged load of a hundred slow waves would have missed
 # it.
+LONGEST = 20
+"""The longest load, in times without progress: 20 minutes where `load_timeout_s` is 60."""
 
 
 @dataclass(slots=True)
