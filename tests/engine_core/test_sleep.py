@@ -179,7 +179,7 @@ def test_memory_without_pages_is_neither_registered_nor_described_while_only_the
     assert sleeper.hand_over() == 1
     sleeper.core.sleep(2)
     assert not sleeper.core.wake_up(["weights"])
-    assert sleeper.workers[0].registration.is_withdrawn
+    assert sleeper.workers[0].registration.state is MemoryState.WITHDRAWN
     assert sleeper.why_refused() == "asleep"
     assert sleeper.core.wake_up(["kv_cache"])
     assert sleeper.workers[0].registration.is_registered
