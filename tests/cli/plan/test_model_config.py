@@ -206,15 +206,16 @@ def test_a_path_a_folder_and_a_name_of_the_hub_cache_are_the_same_model(
 
 
 def test_the_second_side_has_the_model_of_the_first_and_what_it_says_itself() -> None:
-    form = "layers=8,heads=8,dim=64,window=64@0-6/2,dtype=float16"
-    assert (
-        run("plan", form, "tp=2", "--json").out
-        == run("plan", form, f"{form},tp=2", "--json").out
-    )
-    ran = run("plan", form, "dtype=float8_e4m3,window=0", "--json")
+    windows = "layers=8,heads=8,dim=64,window=64@0-6/2,dtype=float16"
+    states = "layers=2,state_layers=*,ssm=4x8,conv=x8,conv_width=2,state_dtype=float32"
+    for form in (windows, states, "layers=2,mla=64,names=layers.{}"):
+        short = run("plan", form, "tp=2", "--json")
+        assert short.code == 0
+        assert short.out == run("plan", form, f"{form},tp=2", "--json").out
+    ran = run("plan", windows, "dtype=float8_e4m3,window=0", "--json")
     assert ran.code == 1
     assert json.loads(ran.out)["workable"] is False
-    assert "CONSUMER: mla is" in refused("plan", form, "mla=x")
+    assert "CONSUMER: mla is" in refused("plan", windows, "mla=x")
 
 
 SERVED_ELSEWHERE = re.compile(

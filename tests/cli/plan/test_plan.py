@@ -21,6 +21,7 @@ from kvferry.cli.plan.summary import Flow, Read, Refusal
 from kvferry.plan.planner import plan_engine
 from kvferry.plan.refusals import PlanRefused
 from kvferry.protocol.description_json import encode_engine_json, to_engine_json
+from kvferry.protocol.geometry import Range
 from tests.cli.command import refused, run
 from tests.cli.plan.forms import DENSE, read_pair
 from tests.cli.plan.test_prediction import DENSE_OF_NHD, NHD, placings, summary_of
@@ -137,6 +138,17 @@ def test_the_json_has_exactly_the_fields_of_the_documentation() -> None:
     for holder in (plain, side, side["workers"][0], worker, flow, flow["reads"][0]):
         for name in holder:
             assert f"`{name}`" in section, name
+
+
+def test_a_workers_heads_are_those_of_attention_else_of_states_else_channels() -> None:
+    states = "layers=2,state_layers={},ssm=6x8,conv=x64,tp=2"
+    for form, heads, on_the_second in (
+        (states.format("0,heads=4,dim=8"), 4, Range(2, 4)),
+        (states.format("*"), 6, Range(3, 6)),
+        (states.format("*").replace("ssm=6x8,", ""), 64, Range(32, 64)),
+    ):
+        side = summary_of(form, form).consumer
+        assert (side.heads, side.workers[1].heads) == (heads, on_the_second)
 
 
 def test_a_terminal_gets_colours_and_a_pipe_none(
