@@ -19,9 +19,11 @@ from vllm.v1.request import Request, RequestStatus
 from kvferry.connector.config import FerryConfig
 from kvferry.connector.engine.local_engine import LocalEngine, block_spans, row_blocks
 from kvferry.connector.scheduler_side.tickets import ParamsBuilder
+from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, LeaseName
-from kvferry.protocol.params import RemotePrefill
+from kvferry.protocol.ids import TEXT
+from kvferry.protocol.params import RemotePrefill, engine_of
 from kvferry.scheduler.requests import LeaseUse, ProducerLease
 from tests.connector.caches import config_of, full, group
 from tests.harness.core.configs import vllm_config
@@ -242,3 +244,20 @@ def test_a_row_has_room_for_the_longest_prompt_of_every_group() -> None:
     made.parallel_config.decode_context_parallel_size = 4
     assert row_blocks(made, cache(latent(), narrow), FerryConfig()) == (8, 2)
     assert row_blocks(made, cache(latent(), narrow), FerryConfig(streaming="off")) == ()
+
+
+@pytest.mark.parametrize("engine_id", ["", "two\nlines", "e" * 471])
+def test_an_engine_id_that_no_other_engine_would_take_stops_the_start(
+    engine_id: str,
+) -> None:
+    """All engines would refuse its params and messages, and every prompt would be computed twice."""
+    made = vllm_config("NixlConnector", module="kvferry.connector", engine_id=engine_id)
+    with pytest.raises(InvalidConfig, match=r"engine_id is .*1 to 470 characters"):
+        LocalEngine.from_vllm_config(made, config_of(group(full())), FerryConfig())
+
+
+def test_the_longest_engine_id_is_announced_as_a_name() -> None:
+    made = vllm_config("NixlConnector", module="kvferry.connector", engine_id="e" * 470)
+    engine = LocalEngine.from_vllm_config(made, config_of(group(full())), FerryConfig())
+    assert TEXT.fullmatch(engine.announced_id)
+    assert engine_of(engine.announced_id) == "e" * 470

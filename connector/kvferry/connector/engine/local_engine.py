@@ -25,7 +25,7 @@ from kvferry.protocol.errors import InvalidConfig
 from kvferry.protocol.geometry import Topology
 from kvferry.protocol.handshake import CacheGroup, EngineDescription
 from kvferry.protocol.hosts import check_announced
-from kvferry.protocol.ids import BootId, new_boot_id
+from kvferry.protocol.ids import TEXT, BootId, new_boot_id
 from kvferry.protocol.params import (
     NamedPrefill,
     RemotePrefill,
@@ -157,7 +157,8 @@ class LocalEngine:
         """Create it from the configuration, with a new boot id and MAC key.
 
         Raises:
-            InvalidConfig: a cache cannot be described, or no decoder could reach the side channel's host.
+            InvalidConfig: a cache cannot be described, no decoder could reach the side channel's host, or no engine
+                would accept this one's id.
         """
         transfer = vllm_config.kv_transfer_config
         topology = topology_of(vllm_config)
@@ -187,6 +188,13 @@ class LocalEngine:
             adapters=Adapters.from_vllm_config(vllm_config),
             boot=boot,
         )
+        if not local.engine_id or TEXT.fullmatch(local.announced_id) is None:
+            # Other engines refuse every message and all params with such a name.
+            raise InvalidConfig(
+                "engine_id",
+                local.engine_id,
+                "1 to 470 characters, none of them a control character",
+            )
         if local.is_read_from:
             check_announced(local.host)
         if config.prefix_sources and not local.asks_prefixes:
