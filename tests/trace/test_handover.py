@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
@@ -95,105 +95,72 @@ def test_bytes_per_second_are_of_the_time_in_which_anybody_read() -> None:
 
 
 LOADED = ("router", "decode_queue", "order", *STAGES, "report", "first_step")
+FAILED = (*LOADED[:6], "report", "first_step")
+UNTIL_LOADED = LOADED[:9]
 TO_THE_QUEUE = LOADED[:2]
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A handover of which a part was not recorded, or that ended in another way.
-
-    Attributes:
-        how: arguments of the simulated handover.
-        without: kinds of events that the consumer's scheduler has not recorded.
-        silent: engines and workers of which there is no event: `p`, or `tp0` of the consumer.
-    """
-
-    outcome: str
-    path: tuple[str, ...]
-    how: dict[str, str] = field(default_factory=dict)
-    without: tuple[type, ...] = ()
-    silent: str = ""
-    missing: tuple[str, ...] = ()
-    has_end: bool = True
+@pytest.mark.parametrize(
+    ("outcome", "how", "forgotten", "path"),
+    [
+        ("load failed (deadline)", {"reason": "deadline"}, (), FAILED),
+        (
+            "recomputed: load (deadline)",
+            {"reason": "deadline", "recomputed": "load"},
+            (),
+            FAILED,
+        ),
+        (
+            "recomputed: params",
+            {"recomputed": "params"},
+            (),
+            (*TO_THE_QUEUE, "first_step"),
+        ),
+        (
+            "recomputed: lease_over",
+            {"recomputed": "lease_over"},
+            (DecodeArrived,),
+            (*TO_THE_QUEUE, "first_step"),
+        ),
+        ("nothing to load", {}, (LoadOrdered, LoadReported, LoadEnded), TO_THE_QUEUE),
+        ("ended before it was loaded", {}, (LoadReported,), UNTIL_LOADED),
+        ("under way", {}, (LoadReported, Finished), UNTIL_LOADED),
+    ],
+)
+def test_what_became_of_a_handover_follows_from_what_was_recorded_of_it(
+    outcome: str, how: dict[str, Any], forgotten: tuple[type, ...], path: tuple[str]
+) -> None:
+    simulation, producer, consumer = engine_pair()
+    simulation.handover(producer, consumer, **how)
+    for process in (consumer.scheduler, *consumer.workers):
+        process.forget(*forgotten)
+    (one,) = simulation.handovers()
+    assert (outcome_of(one), missing_parts(one)) == (outcome, ())
+    assert tuple(span.phase for span in one.path) == path
+    assert one.path[0].begun_ms == 0
+    assert (one.handover_ms is None) == (path == UNTIL_LOADED)
+    if how:
+        assert (one.bytes, one.gb_s) == (0, None)
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("silent", "missing", "path"),
     [
-        Recorded(
-            "recomputed: load (deadline)",
-            (
-                "router",
-                "decode_queue",
-                "order",
-                "queued",
-                "connecting",
-                "fence",
-                "report",
-                "first_step",
-            ),
-            {"reason": "deadline", "recomputed": "load"},
-        ),
-        Recorded(
-            "recomputed: params",
-            (*TO_THE_QUEUE, "first_step"),
-            {"recomputed": "params"},
-        ),
-        Recorded(
-            "recomputed: lease_over",
-            (*TO_THE_QUEUE, "first_step"),
-            {"recomputed": "lease_over"},
-            without=(DecodeArrived,),
-        ),
-        Recorded("loaded", LOADED[1:], silent="p", missing=("producer",)),
-        Recorded(
-            "loaded",
-            (*TO_THE_QUEUE, "load", "first_step"),
-            silent="tp0",
-            missing=("consumer's workers",),
-        ),
-        Recorded(
-            "load failed (handshake)",
-            (*LOADED[:6], "report", "first_step"),
-            {"reason": "handshake"},
-        ),
-        Recorded(
-            "nothing to load",
-            TO_THE_QUEUE,
-            without=(LoadOrdered, LoadReported),
-            silent="tp0",
-        ),
-        Recorded(
-            "ended before it was loaded",
-            LOADED[:9],
-            without=(LoadReported,),
-            has_end=False,
-        ),
-        Recorded(
-            "under way", LOADED[:9], without=(LoadReported, Finished), has_end=False
-        ),
+        ("p", "producer", LOADED[1:]),
+        ("tp0", "consumer's workers", (*TO_THE_QUEUE, "load", "first_step")),
     ],
-    ids=lambda case: " ".join((case.outcome, *case.missing)),
 )
-def test_what_became_of_a_handover_follows_from_what_was_recorded_of_it(
-    case: Recorded,
+def test_a_part_that_recorded_nothing_is_named_and_the_rest_is_shown(
+    silent: str, missing: str, path: tuple[str]
 ) -> None:
     simulation, producer, consumer = engine_pair()
-    simulation.handover(producer, consumer, **case.how)  # type: ignore[arg-type]
-    consumer.scheduler.forget(*case.without)
-    for name, process in (("p", producer.scheduler), ("tp0", consumer.workers[0])):
-        if case.silent == name:
-            process.events.clear()
+    simulation.handover(producer, consumer)
+    parts = {"p": producer.scheduler, "tp0": consumer.workers[0]}
+    parts[silent].events.clear()
     (one,) = simulation.handovers()
-    assert (outcome_of(one), missing_parts(one), one.handover_ms is not None) == (
-        case.outcome,
-        case.missing,
-        case.has_end,
-    )
-    assert tuple(span.phase for span in one.path) == case.path
+    assert (outcome_of(one), missing_parts(one)) == ("loaded", (missing,))
+    assert tuple(span.phase for span in one.path) == path
     assert one.path[0].begun_ms == 0
-    if "recomputed" in case.how:
-        assert (one.bytes, one.gb_s) == (0, None)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.trace.handover import Handover, Span
+from kvferry.trace.handover import Handover, RequestKey, Span
 from kvferry.trace.outcome import missing_parts, outcome_of
 
 _Json = dict[str, Any]
@@ -108,42 +108,37 @@ def perfetto_trace(handovers: Iterable[Handover]) -> Iterator[bytes]:
 
 
 def _slices(handover: Handover, arrow: str) -> list[_Slice]:
-    """The slices of one handover; its arrows have this id."""
-    zero_ns = handover.zero_ns
+    """The slices of one handover, in the tracks in which it has any phase; its arrows have this id."""
+    producer = handover.producer
+    consumer = handover.consumer
     details = _details(handover)
-    producer = (*handover.producer, zero_ns, details)
-    consumer = (*handover.consumer, zero_ns)
-    prefills = _tracks(*producer, {"prefills": handover.before})
     held = [handover.held] if handover.held else []
-    others = _tracks(*producer, {"prefill steps": handover.steps, "blocks kept": held})
-    loads = _tracks(*consumer, details, {"handovers": handover.path})
+    tracks: list[tuple[RequestKey, str, Sequence[Span], _Json]] = [
+        (producer, "prefills", handover.before, details),
+        (producer, "prefill steps", handover.steps, details),
+        (producer, "blocks kept", held, details),
+        (consumer, "handovers", handover.path, details),
+    ]
     for worker in handover.workers:
-        of_worker = (*consumer, details | worker.figures)
-        loads += _tracks(*of_worker, {f"loads of {worker.place}": worker.stages})
-        others += _tracks(*of_worker, {f"reads of {worker.place}": worker.chunks})
-    for prefill in prefills:
-        prefill.arrow = {"bind_id": arrow, "flow_out": True}
-        for piece in loads:
-            # Where clocks contradict each other an arrow would lead back in time, and cannot be drawn.
-            if piece.begun_ns >= prefill.begun_ns:
-                piece.arrow = {"bind_id": arrow, "flow_in": True}
-    return prefills + loads + others
-
-
-def _tracks(
-    engine: str,
-    request: str,
-    zero_ns: int,
-    details: _Json,
-    tracks: dict[str, Sequence[Span]],
-) -> list[_Slice]:
-    """A request's slices in the tracks of an engine in which it has any phase."""
+        figures = details | worker.figures
+        tracks.append((consumer, f"loads of {worker.place}", worker.stages, figures))
+        tracks.append((consumer, f"reads of {worker.place}", worker.chunks, figures))
     slices = []
-    for track, spans in tracks.items():
+    for (engine, request), track, spans, shown in tracks:
         if spans:
             ordered = _in_order(spans)
-            one = _Slice(engine, track, request or "?", zero_ns, details, ordered)
-            slices.append(one)
+            zero_ns = handover.zero_ns
+            slices.append(
+                _Slice(engine, track, request or "?", zero_ns, shown, ordered)
+            )
+    if handover.before:
+        prefill = slices[0]
+        prefill.arrow = {"bind_id": arrow, "flow_out": True}
+        for piece in slices:
+            # Where clocks contradict each other an arrow would lead back in time, and cannot be drawn.
+            is_later = piece.begun_ns >= prefill.begun_ns
+            if is_later and piece.track.startswith(("handovers", "loads of ")):
+                piece.arrow = {"bind_id": arrow, "flow_in": True}
     return slices
 
 
