@@ -37,6 +37,7 @@ def test_with_names_as_long_as_the_routers_and_vllms_no_column_disappears(
     out = run("trace", str(simulation.write(tmp_path)), columns=40).out
     columns = {"engines", "tokens", "handover", "cause", "result"}
     assert {"a735d857", "4e9a2461", *columns} <= {*out.split()}
+    assert "a735d857 → 4e9a2461_dp1" in run("trace", str(tmp_path), columns=140).out
     out = run("trace", str(tmp_path)).out
     phases = {"router", "connecting", "reading", "other"}
     assert phases <= {*out.partition("their phases")[2].split()}, "no word is folded"
@@ -46,6 +47,17 @@ def asked(*arguments: str) -> dict[str, Any]:
     """The answer as JSON."""
     answer: dict[str, Any] = json.loads(run("trace", *arguments, "--json").out)
     return answer
+
+
+def test_the_tables_have_as_many_rows_as_asked_and_name_the_cause_and_its_worker(
+    example: Path,
+) -> None:
+    out = run("trace", str(example), "--slowest", "2", columns=120).out
+    phases, slowest, columns = out.split(":\n\n")
+    assert "second fence" in phases
+    assert "decode queue 64 ms" in slowest
+    assert "reading 55 ms of tp1" in slowest
+    assert slowest.count("cmpl-") == columns.count("cmpl-") == 2
 
 
 def test_one_slow_request_is_found_by_the_id_that_the_router_gave_it(

@@ -104,6 +104,7 @@ TO_THE_QUEUE = LOADED[:2]
     ("outcome", "how", "forgotten", "path"),
     [
         ("load failed (deadline)", {"reason": "deadline"}, (), FAILED),
+        ("recomputed: fence", {"reason": "fence", "recomputed": "fence"}, (), FAILED),
         (
             "recomputed: load (deadline)",
             {"reason": "deadline", "recomputed": "load"},

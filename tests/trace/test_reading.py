@@ -47,7 +47,8 @@ def test_folders_are_searched_to_the_bottom_and_nothing_is_read_twice(
     (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "nowhere")
     (tmp_path / "folder.jsonl").mkdir()
     os.mkfifo(tmp_path / "pipe.jsonl")
-    file = next((tmp_path / "deep" / "er" / "p").glob("*.jsonl"))
+    file = next((tmp_path / "deep" / "er" / "p").glob("scheduler*"))
+    (tmp_path / "link.jsonl").symlink_to(file)
     recording = read_recording([tmp_path, tmp_path / "deep", file])
     written = {one.started: one.in_order() for one in simulation.processes()}
     assert recording.processes == written
@@ -133,6 +134,8 @@ def test_what_a_later_version_wrote_is_left_out_by_name(tmp_path: Path) -> None:
         read_recording([tmp_path])
     left_out = f"line 1 and {len(lines) - 1} more left out: {version}"
     assert read(tmp_path, [*later, *lines]) == (len(lines) - 1, [left_out])
+    num_events, _ = read(tmp_path, [*lines, *later])
+    assert num_events == len(lines) - 1
 
 
 def test_events_before_the_first_line_belong_to_no_process(tmp_path: Path) -> None:
