@@ -38,20 +38,3 @@ def scripted(code: str) -> tuple[str, str]:
 
 TAME = scripted("send(pipe, OFFER); receive(pipe)")
 """An owner of memory that does not exist."""
-
-CHANGED = 9000
-LYING = (
-    "-c",
-    f"""
-import sys
-from kvferry.cli.transfer import process
-right = process.content
-def changed(seed, length):
-    content = right(seed, length)
-    content[{CHANGED}] ^= 1
-    return content
-process.content = changed
-sys.exit(process.main())
-""",
-)
-"""An owner on NIXL, with one bit of its memory changed."""

@@ -6,10 +6,12 @@ compares: sizes go by powers of four, in one descriptor and in runs of 16 KiB.
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -87,14 +89,24 @@ def run(pipe: Connection) -> None:
     if not isinstance(task, Task):
         return
     memory = RegisteredMemory(fabric, task.device, task.max_bytes)
-    if task.offer is not None:
-        send(pipe, _Reader(pipe, task, task.offer, fabric, memory).measure())
-        fabric.close()
+    if task.offer is None:
+        send(pipe, make_offer(fabric, memory))
+        # NIXL's own thread serves the reader, until the command closes the pipe: that raises `EOFError`.
+        receive(pipe)
         return
+    reader = Reader(
+        fabric, memory, task, lambda what: send(pipe, CaseProgress(what=what))
+    )
+    send(pipe, reader.measure(task.offer))
+    fabric.close()
+
+
+def make_offer(fabric: Fabric, memory: RegisteredMemory) -> Offer:
+    """Fill an owner's memory, and describe it."""
     # Another content each time: what an earlier run left in memory must not pass for this one's.
     seed = secrets.randbits(62)
     memory.write(content(seed, memory.length))
-    offer = Offer(
+    return Offer(
         host=socket.gethostname()[:256] or "unnamed",
         agent_metadata=fabric.metadata(),
         kind=memory.kind,
@@ -102,9 +114,6 @@ def run(pipe: Connection) -> None:
         length=memory.length,
         seed=seed,
     )
-    send(pipe, offer)
-    # NIXL's own thread serves the reader, until the command closes the pipe: that raises `EOFError`.
-    receive(pipe)
 
 
 class RegisteredMemory:
@@ -181,55 +190,70 @@ def cases_of(max_bytes: int) -> list[tuple[int, int]]:
     return cases
 
 
-class _Reader:
-    """One reader's measurements, in their order."""
+class Reader:
+    """Reads into its memory, times and compares.
+
+    Args:
+        report: called several times a second with what it is doing.
+    """
 
     def __init__(
         self,
-        pipe: Connection,
-        task: Task,
-        offer: Offer,
         fabric: Fabric,
         memory: RegisteredMemory,
+        task: Task,
+        report: Callable[[str], None],
     ) -> None:
+        self._fabric = fabric
+        self._memory = memory
+        self._task = task
+        self._report = report
+        self._reported_s = -math.inf
+        self._first_contact_s = 0.0
+
+    def measure(self, offer: Offer) -> Measured:
+        """Read what is offered, in every size."""
+        memory = self._memory
         if offer.kind != memory.kind:
             raise ReadsFailed(
                 f"the listener offers {offer.kind}, this end has {memory.kind}; give both the same --device"
             )
-        self._pipe = pipe
-        self._task = task
-        self._offer = offer
-        self._fabric = fabric
-        self._memory = memory
         length = min(memory.length, offer.length) // RUN_BYTES * RUN_BYTES or MIN_BYTES
-        self._expected = content(offer.seed, length)
-        self._reported_s = 0.0
-        self._report("first contact")
-        self._started_s = time.perf_counter()
-        self._first_contact_ms = 0.0
-        self._peer = fabric.add_peer(offer.agent_metadata)
-
-    def measure(self) -> Measured:
-        """Every case."""
-        cases = cases_of(len(self._expected))
+        expected = content(offer.seed, length)
+        cases = cases_of(length)
         if self._task.is_short and len(cases) > 3:
             # The smallest read, for the first contact, and the largest ones.
             cases = [cases[0], *cases[-2:]]
-        reads = tuple(self._measure(*case) for case in cases)
+        self._show("first contact")
+        started_s = time.perf_counter()
+        peer = self._fabric.add_peer(offer.agent_metadata)
+        reads: list[CaseResult] = []
+        for num_bytes, run_bytes in cases:
+            remote = self._fabric.prepare_remote(
+                peer, memory.rows(offer.address, length, run_bytes)
+            )
+            reads.append(self._measure(remote, expected, num_bytes, run_bytes))
+            self._fabric.release(remote)
         return Measured(
-            listener=self._offer.host,
-            first_contact_ms=self._first_contact_ms,
-            reads=reads,
+            listener=offer.host,
+            first_contact_ms=(self._first_contact_s - started_s) * 1e3,
+            reads=tuple(reads),
         )
 
-    def _measure(self, num_bytes: int, run_bytes: int) -> CaseResult:
-        """Time the reads of one case, and compare every byte of each."""
+    def _measure(
+        self,
+        remote: RemoteDescriptors,
+        expected: Bytes,
+        num_bytes: int,
+        run_bytes: int,
+    ) -> CaseResult:
+        """Time the reads of one case, and compare every byte of each.
+
+        Args:
+            remote: all of the owner's memory, whose content is expected, in descriptors of `run_bytes`.
+        """
         memory = self._memory
         descriptors = num_bytes // run_bytes
-        all_bytes = len(self._expected)
-        remote = self._fabric.prepare_remote(
-            self._peer, memory.rows(self._offer.address, all_bytes, run_bytes)
-        )
         local = self._fabric.prepare_local(
             memory.rows(memory.address, num_bytes, run_bytes)
         )
@@ -237,10 +261,10 @@ class _Reader:
         if descriptors > 1:
             # Scattered: NIXL would merge descriptors that are neighbours on both sides.
             # The same order in every run, so that runs can be compared.
-            order = np.random.default_rng(num_bytes).permutation(all_bytes // run_bytes)
+            order = np.random.default_rng(num_bytes).permutation(remote.count)
             sources = order[:descriptors].astype(np.int32)
-        runs = self._expected[: all_bytes // run_bytes * run_bytes]
-        expected = runs.reshape(-1, run_bytes)[sources].ravel()
+        runs = expected[: remote.count * run_bytes].reshape(-1, run_bytes)
+        expected = runs[sources].ravel()
         untouched = ~expected
         what = f"a read of {binary_bytes(num_bytes)} of {memory.kind} in {counted(descriptors, 'descriptor')}"
         durations_us: list[float] = []
@@ -250,7 +274,7 @@ class _Reader:
         while len(durations_us) < MAX_READS:
             if len(durations_us) >= MIN_READS and time.monotonic() > end_s:
                 break
-            self._report(what)
+            self._show(what)
             # Every byte is set wrong before a read, and compared after it. Neither is timed.
             memory.write(untouched)
             durations_us.append(self._read(what, local, remote, sources))
@@ -259,7 +283,6 @@ class _Reader:
             if first_wrong < 0:
                 first_wrong = offset
         self._fabric.release(local)
-        self._fabric.release(remote)
         p50_us, p99_us = map(float, np.percentile(durations_us[WARM_UP:], (50, 99)))
         return CaseResult(
             kind=memory.kind,
@@ -293,16 +316,16 @@ class _Reader:
                 )
         ended_s = time.perf_counter()
         self._fabric.release(transfer)
-        if not self._first_contact_ms:
-            self._first_contact_ms = (ended_s - self._started_s) * 1e3
+        if not self._first_contact_s:
+            self._first_contact_s = ended_s
         return (ended_s - started_s) * _US
 
-    def _report(self, what: str) -> None:
-        """Show from time to time that the reader does not hang."""
+    def _show(self, what: str) -> None:
+        """Report from time to time, which shows that the reader does not hang."""
         now_s = time.monotonic()
         if now_s - self._reported_s > _REPORT_S:
             self._reported_s = now_s
-            send(self._pipe, CaseProgress(what=what))
+            self._report(what)
 
 
 if __name__ == "__main__":
