@@ -81,6 +81,22 @@ def test_a_load_is_in_flight_until_it_has_ended(make: Callable[..., Node]) -> No
     assert gauges(consumer.engine, "prompts_waiting_now")[-1] == 0
 
 
+@pytest.mark.parametrize(("num_tokens", "loads"), [(41, 0), (42, 1)])
+def test_a_hit_that_ends_within_a_block_is_no_recomputed_prompt(
+    make: Callable[..., Node], num_tokens: int, loads: int
+) -> None:
+    """vLLM tells of its whole blocks only, and loads nothing if the whole hit is as long as the load would be."""
+    parts = {"states": 1, "match_tokens": 8}
+    producer, consumer = make("kv_producer", **parts), make("kv_consumer", **parts)
+    prompt = tokens(num_tokens)
+    consumer.decode("own", prompt, None)
+    params = producer.prefill("p", prompt)
+    assert consumer.decode("d", prompt, params, producer) == 1
+    assert consumer.engine.counted("loads") == loads
+    assert consumer.engine.counted("local_recomputes") == 0
+    producer.until(lambda: producer.engine.is_whole)
+
+
 def test_a_prompt_that_waits_for_a_place_is_reported_as_waiting(
     make_engine: Any,
 ) -> None:

@@ -398,7 +398,7 @@ class RemotePrompt:
         offered_s: when it arrived, on a monotonic clock.
         min_tokens: fewer missing tokens are computed instead.
         shared_tokens: leading tokens of this prompt that the producer's blocks certainly hold.
-        local_tokens: the local prefix hit of the last call of `matched_tokens`.
+        local_tokens: the local prefix hit: of the last call of `matched_tokens`, then of the admission.
         loading_tokens: those that were ordered to be loaded.
         ordered_s: when, on a monotonic clock; 0 before that.
     """

@@ -33,7 +33,7 @@ from kvferry.connector.scheduler_side.side_channel import SideChannel
 from kvferry.connector.scheduler_side.steps import Steps
 from kvferry.connector.scheduler_side.taken_back import UndoneSteps
 from kvferry.connector.scheduler_side.tickets import TicketBuilder
-from kvferry.connector.vllm.scheduler import has_ended_by_error
+from kvferry.connector.vllm.scheduler import has_ended_by_error, local_hit_of
 from kvferry.protocol.orders import StepOrders, encode_head, encode_orders
 from kvferry.scheduler.requests import (
     IN_FLIGHT,
@@ -141,6 +141,8 @@ class RequestLife:
             self._parts.queries.admitted(entry, num_external_tokens)
         prompt = entry.record.prompt
         if prompt is not None:
+            if not num_external_tokens and prompt.state is RemotePromptState.OFFERED:
+                prompt.local_tokens = max(prompt.local_tokens, local_hit_of(request))
             self._order_load(prompt, blocks, num_external_tokens)
             self._parts.channel.flush()
 

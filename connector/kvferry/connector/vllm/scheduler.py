@@ -363,6 +363,17 @@ def cached_tokens_of(request: Request) -> int | None:
     return cached
 
 
+def local_hit_of(request: Request) -> int:
+    """The tokens of a request that this engine's own cache had when it was last looked up; 0 if vLLM does not tell.
+
+    More than vLLM has told the connector, if the hit ends within a block (`prefix_match_unit`): it asks for what is
+    after the last whole block, and then takes whichever is longer (v1/core/sched/scheduler.py:1005).
+    """
+    stats = getattr(request, "prefill_stats", None)
+    hit = getattr(stats, "num_local_cached_tokens", None)
+    return hit if isinstance(hit, int) else 0
+
+
 class _ReportedStats(PrefillStats):
     """A request's `PrefillStats` that report another number of cached tokens when they are complete.
 
