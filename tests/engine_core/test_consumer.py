@@ -222,7 +222,7 @@ def test_a_request_that_ends_before_it_was_scheduled_gives_its_lease_back(
 def test_a_prompt_that_is_too_long_for_this_engine_gives_its_lease_back(
     make_engine: Any, eavesdropper: Eavesdropper
 ) -> None:
-    """The usual reason of a rejection. vLLM 0.32 passes it on with a prompt of one token, whatever its params list."""
+    """The usual reason of a rejection. vLLM passes it on with a prompt of one token, whatever its params list."""
     engine = make_engine("kv_consumer")
     params = offer(tokens(1200 * BLOCK_TOKENS), port=eavesdropper.port, slot=3)
     assert len(params["remote_block_ids"][0]) == 1200

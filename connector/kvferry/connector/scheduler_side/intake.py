@@ -96,8 +96,8 @@ class RequestIntake:
         try:
             most_tokens = request.num_prompt_tokens
             if request.abort_immediately:
-                # vLLM 0.32 has put one token in the place of a prompt that it has rejected, often because it is too
-                # long. Its params list all of the producer's blocks.
+                # vLLM's front end has put one token in the place of a prompt that it has rejected, often because it is
+                # too long. Its params list all of the producer's blocks.
                 most_tokens = max(most_tokens, self._context.blocks.max_model_len)
             params = read_params(request.kv_transfer_params, most_tokens)
             if isinstance(params, RemoteDecode):
