@@ -92,7 +92,7 @@ def claim(talk: Conversation) -> None:
     talk.prefiller.step()
     talk.prefiller.engine.add("next", [*talk.text, *MORE], talk.offer, max_tokens=1)
     listener = talk.decoder.engine.connector.scheduler_side.channel.listener
-    wait_until(lambda: not listener.inbox.empty(), "the claim has arrived")
+    wait_until(lambda: bool(listener.inbox.received), "the claim has arrived")
 
 
 def test_an_offer_that_a_waiting_prefill_has_claimed_is_evicted_only_when_nothing_else_helps(
@@ -128,8 +128,8 @@ def test_a_running_request_waits_for_the_blocks_of_an_offer_and_is_not_preempted
         reported = (
             whole.kv_connector_output.kv_connector_worker_meta or FerryWorkerMetadata()
         )
-        ended.update(reported.over.get(0, ()))
-        reported.over = {0: frozenset() if are_late else frozenset(ended)}
+        ended.update(reported.sent.get(0, ()))
+        reported.sent = {0: frozenset() if are_late else frozenset(ended)}
         whole.kv_connector_output.kv_connector_worker_meta = reported
         if not are_late:
             ended.clear()
