@@ -57,13 +57,13 @@ class Workers:
         self.read = set()
         news = FerryWorkerMetadata(
             alive={} if alive == self._reported_alive else {0: alive},
-            over={0: over} if over or step.metadata.wants_report else {},
+            sent={0: over} if over or step.metadata.wants_report else {},
         )
         self._reported_alive = alive
         return KVConnectorOutput(
             finished_recving={*loaded, *failed} or None,
             failed_recving=failed,
-            kv_connector_worker_meta=news if news.alive or news.over else None,
+            kv_connector_worker_meta=news if news.alive or news.sent else None,
         )
 
 

@@ -229,7 +229,7 @@ def test_a_prompt_that_waits_for_its_turn_to_run_takes_no_leases(
 
 
 def say_over(engine: SchedulerEngine, request_id: str) -> None:
-    reported = FerryWorkerMetadata(over={0: frozenset({request_id})})
+    reported = FerryWorkerMetadata(sent={0: frozenset({request_id})})
     engine.connector.update_connector_output(
         KVConnectorOutput(kv_connector_worker_meta=reported)
     )

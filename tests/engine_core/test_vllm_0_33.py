@@ -92,7 +92,7 @@ def test_leases_whose_end_was_reported_in_a_failed_step_are_over_after_the_next(
     def have_told() -> bool:
         deferred.extend(reports_of_failed_step(producer))
         told = [report.kv_connector_worker_meta for report in deferred]
-        over = [ended for meta in told if meta for ended in meta.over.values()]
+        over = [ended for meta in told if meta for ended in meta.sent.values()]
         return sum(map(len, over)) == len(producer.workers)
 
     wait_until(have_told, "all workers have told that the lease is over")
@@ -127,12 +127,12 @@ def test_two_reports_of_a_worker_are_one_with_the_news_of_both() -> None:
     earlier, later = (
         FerryWorkerMetadata(
             alive={0: frozenset({name}), worker: frozenset()},
-            over={0: frozenset({name}), worker: frozenset()},
+            sent={0: frozenset({name}), worker: frozenset()},
         )
         for name, worker in (("a", 1), ("b", 2))
     )
     both = earlier.aggregate(later)
-    assert both.over == {0: {"a", "b"}, 1: frozenset(), 2: frozenset()}
+    assert both.sent == {0: {"a", "b"}, 1: frozenset(), 2: frozenset()}
     assert both.alive == {0: {"b"}, 1: frozenset(), 2: frozenset()}, "a state: the last"
 
 

@@ -38,7 +38,7 @@ class FerryMetadata(KVConnectorMetadata):
     Attributes:
         head: the part that workers read before their step goes on (`encode_head`).
         frame: all orders (`encode_orders`).
-        wants_report: whether every worker must report `FerryWorkerMetadata.over`, even if it is empty.
+        wants_report: whether every worker must report `FerryWorkerMetadata.sent`, even if it is empty.
         is_idle: whether the step computes nothing, so that it may wait a moment for a load.
     """
 
@@ -176,14 +176,14 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):
 
     Attributes:
         alive: requests whose blocks may still be written after their load failed.
-        over: held requests whose slots have been cleared, each reported once. Not in vLLM's own `finished_sending`,
+        sent: held requests whose slots have been cleared, each reported once. Not in vLLM's own `finished_sending`,
             which is only for requests that vLLM holds.
         gauges: the workers' latest values.
         loads: the worker's ended loads, where OpenTelemetry is on.
     """
 
     alive: dict[int, frozenset[str]] = field(default_factory=dict)
-    over: dict[int, frozenset[str]] = field(default_factory=dict)
+    sent: dict[int, frozenset[str]] = field(default_factory=dict)
     gauges: dict[int, WorkerGauges] = field(default_factory=dict)
     loads: dict[int, tuple[LoadEnded, ...]] = field(default_factory=dict)
 
@@ -196,8 +196,8 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):
         if isinstance(other, FerryWorkerMetadata):
             self.alive.update(other.alive)
             self.gauges.update(other.gauges)
-            for worker, ended in other.over.items():
-                self.over[worker] = self.over.get(worker, frozenset()) | ended
+            for worker, sent in other.sent.items():
+                self.sent[worker] = self.sent.get(worker, frozenset()) | sent
             for worker, loads in other.loads.items():
                 self.loads[worker] = self.loads.get(worker, ()) + loads
         return self

@@ -51,6 +51,7 @@ from kvferry.protocol.orders import (
     encode_orders,
 )
 from kvferry.protocol.params import (
+    NO_MAC,
     PARAMS_VERSION,
     Blocks,
     RemotePrefill,
@@ -63,17 +64,12 @@ from kvferry.protocol.params import (
 from kvferry.protocol.visible import escape_logs
 from kvferry.scheduler.consumer.ledger import MAX_ENDED_LEASES, ConsumerLedger
 from kvferry.scheduler.producer.ledger import ProducerLedger
-from kvferry.scheduler.requests import (
-    LeaseState,
-    ProducerLease,
-)
+from kvferry.scheduler.requests import LeaseState, ProducerLease
 from kvferry.worker.caches import KvCaches
 from kvferry.worker.fabric.nixl import NixlFabric
 from kvferry.worker.loads.results import StepResults
 from kvferry.worker.settings import WorkerSettings
 from kvferry.worker.worker import FerryWorker, MakeFabric
-
-_NO_MAC = "0" * 64
 
 
 @dataclass(slots=True)
@@ -247,7 +243,7 @@ class StandaloneEngine:
                 lease_epoch=lease.origin.epoch,
                 lease_s=self.leases.lease_s,
                 digests=digests,
-                mac=_NO_MAC,
+                mac=NO_MAC,
                 stream_row=row,
             ),
         )

@@ -23,13 +23,18 @@ from kvferry.protocol.handshake import (
     ModelFacts,
     WorkerDescription,
 )
-from kvferry.protocol.ids import MAX_GROUPS, MAX_WORKERS, Hex128, Positive, Text
+from kvferry.protocol.ids import (
+    MAX_GROUPS,
+    MAX_WORKERS,
+    NO_BOOT,
+    Hex128,
+    Positive,
+    Text,
+)
 from kvferry.protocol.params import MAC_KEY_BYTES
 
 DESCRIPTION_JSON_VERSION = 1
 MAX_DESCRIPTION_JSON_BYTES = 256 << 20
-
-_NO_BOOT = "0" * 32
 
 
 class WorkerJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +87,7 @@ def from_engine_json(engine_json: EngineJson) -> EngineDescription:
     # Fields that the JSON lacks get values that give no access.
     return EngineDescription(
         engine_id=engine_json.engine_id,
-        boot=engine_json.boot or _NO_BOOT,
+        boot=engine_json.boot or NO_BOOT,
         mac_key=bytes(MAC_KEY_BYTES),
         facts=engine_json.facts,
         topology=engine_json.topology,

@@ -11,6 +11,9 @@ from msgspec import Meta
 BootId = NewType("BootId", str)
 """One life of an engine: 128 random bits as 32 hexadecimal digits, new at every start."""
 
+NO_BOOT = BootId("0" * 32)
+"""In descriptions that are only planned with."""
+
 Epoch = NewType("Epoch", int)
 """One lease of one slot: 60 random bits, never zero. The slot itself holds `epoch << 4 | state`."""
 

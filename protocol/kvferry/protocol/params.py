@@ -664,6 +664,8 @@ def _integral(value: Any) -> Any:
 
 
 MAC_KEY_BYTES = 32
+NO_MAC = "0" * 64
+"""Of params that are not signed yet."""
 
 _DOMAIN = "kvferry-ticket-1"
 _EARLY_DOMAIN = "kvferry-early-ticket-1"

@@ -345,7 +345,7 @@ class SchedulerEngine:
 
     def _told_by_all(self, over: Iterable[str]) -> FerryWorkerMetadata:
         return FerryWorkerMetadata(
-            over=dict.fromkeys(
+            sent=dict.fromkeys(
                 range(self.config.parallel_config.world_size), frozenset(over)
             )
         )

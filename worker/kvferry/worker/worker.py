@@ -24,6 +24,7 @@ from kvferry.protocol.handshake import (
     ModelFacts,
     WorkerDescription,
 )
+from kvferry.protocol.ids import NO_BOOT
 from kvferry.protocol.orders import (
     FailureReason,
     OrdersHead,
@@ -115,7 +116,7 @@ class FerryWorker:
             # Boot and key do not matter to the planner.
             engine = EngineDescription(
                 engine_id=engine_id,
-                boot="0" * 32,
+                boot=NO_BOOT,
                 mac_key=bytes(MAC_KEY_BYTES),
                 facts=facts,
                 topology=topology,

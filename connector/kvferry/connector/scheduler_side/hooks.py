@@ -425,10 +425,10 @@ class EngineStep:
         self._monitor.workers.update(report.gauges)
         if self._context.tracing is not None:
             self._context.tracing.loads_reported(report.loads)
-        for worker, ended in report.over.items():
-            for request_id in self._context.leases.acknowledge(worker, ended):
+        for worker, sent in report.sent.items():
+            for request_id in self._context.leases.acknowledge(worker, sent):
                 logger.debug("req=%s: its blocks are free", request_id)
-        self._parts.steps.unreported.difference_update(report.over)
+        self._parts.steps.unreported.difference_update(report.sent)
 
     def _measure_load(self, prompt: RemotePrompt, now_s: float) -> None:
         """What a good load says about the pull of a prefix, and what this one has saved if it was one."""

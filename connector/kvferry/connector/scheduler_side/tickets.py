@@ -31,6 +31,7 @@ from kvferry.connector.vllm.scheduler import (
 from kvferry.plan.blocks import NULL_BLOCK, first_needed, held_from
 from kvferry.protocol.digests import GrowingChain, UncoveredToken, digest_chain
 from kvferry.protocol.params import (
+    NO_MAC,
     PARAMS_VERSION,
     Blocks,
     RemotePrefill,
@@ -430,8 +431,6 @@ class TicketBuilder:
             self.directory.over(entry.request_id, "no_lease")
 
 
-_NO_MAC = "0" * 64
-
 OPENS_WITHIN_S = 10.0
 """The workers get the orders of a step when the one before it has run, if steps overlap; a ticket is given earlier."""
 
@@ -654,7 +653,7 @@ class ParamsBuilder:
             lease_epoch=epoch,
             lease_s=self._lease_s,
             digests=digests,
-            mac=_NO_MAC,
+            mac=NO_MAC,
             held_from=tuple(first_held),
             stream_row=row,
         )

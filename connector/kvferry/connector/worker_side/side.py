@@ -248,7 +248,7 @@ class WorkerSide:
         if step.alive is not None:
             metadata.alive[self._index] = step.alive
         if reports_leases:
-            metadata.over[self._index] = frozenset(step.sent)
+            metadata.sent[self._index] = frozenset(step.sent)
         if step.gauges is not None:
             metadata.gauges[self._index] = step.gauges
         if ended:
