@@ -79,7 +79,7 @@ class BenchListener:
     """Serves one client; used by one thread.
 
     Args:
-        owner: has its task.
+        owner: has its task; ended by `close`.
         secrets: the first is its own; the client may have any.
         allowed: hosts whose clients may read.
         report: called with one line per event.
@@ -144,7 +144,9 @@ class BenchListener:
         self._stopped = True
 
     def close(self) -> None:
-        """Free the port."""
+        """End the owner and free the port."""
+        # In this order: meanwhile the last answer leaves.
+        self._owner.close()
         self._socket.close()
 
     def _check_owner(self) -> None:
