@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.plan.assignment import MAX_LACKS, Assignment, Lack, ReadSource, assign
+from kvferry.plan.assignment import MAX_LACKS, AssignedRead, Assignment, Lack, assign
 from kvferry.plan.tokens import share_of
 from kvferry.protocol.geometry import Interleave, PagedTensor, Place, Range
 from kvferry.protocol.handshake import EngineDescription, WorkerDescription
@@ -205,8 +205,8 @@ def test_heads_that_touch_are_one_source() -> None:
     ]
     assignment = assign(consumers, [worker([tensor(heads=Range(0, 4))])])
     assert assignment.sources == (
-        {0: (ReadSource(("layers.0", "kv"), Range(0, 4)),)},
-        {0: (ReadSource(("layers.0", "kv"), Range(2, 4)),)},
+        {0: (AssignedRead(("layers.0", "kv"), Range(0, 4)),)},
+        {0: (AssignedRead(("layers.0", "kv"), Range(2, 4)),)},
     )
 
 
@@ -272,7 +272,9 @@ def test_a_description_that_claims_very_many_ranks_costs_no_more_than_its_first_
 
 def test_what_only_the_producer_has_is_not_read() -> None:
     assignment = assign([worker()], [worker([tensor(), tensor(layer="draft.0")])])
-    assert assignment.sources == ({0: (ReadSource(("layers.0", "kv"), Range(0, 2)),)},)
+    assert assignment.sources == (
+        {0: (AssignedRead(("layers.0", "kv"), Range(0, 2)),)},
+    )
 
 
 def hybrid(tp: int, heads: int, states: int) -> list[WorkerDescription]:

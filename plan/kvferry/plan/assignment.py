@@ -41,8 +41,8 @@ class Holding(NamedTuple):
         return self.heads.start <= segment.start and segment.stop <= self.heads.stop
 
 
-class ReadSource(NamedTuple):
-    """One read: these heads of this tensor."""
+class AssignedRead(NamedTuple):
+    """These heads of this tensor, to be read from one producer worker."""
 
     name: Name
     heads: Range
@@ -66,7 +66,7 @@ class Assignment:
         lacks: shares that no producer worker holds, at most `MAX_LACKS`; the pair cannot work unless this is empty.
     """
 
-    sources: tuple[Mapping[int, tuple[ReadSource, ...]], ...]
+    sources: tuple[Mapping[int, tuple[AssignedRead, ...]], ...]
     released: tuple[tuple[int, ...], ...]
     lacks: tuple[Lack, ...]
 
@@ -90,7 +90,7 @@ class _Search:
     """
 
     load: list[int]
-    sources: list[dict[int, list[ReadSource]]]
+    sources: list[dict[int, list[AssignedRead]]]
     lacks: list[Lack] = field(default_factory=list)
     steps: int = 0
 
@@ -111,7 +111,7 @@ class _Search:
         )
         raise PlanRefused([reason])
 
-    def has_lacks_enough(self) -> bool:
+    def has_enough_lacks(self) -> bool:
         return len(self.lacks) >= MAX_LACKS
 
 
@@ -141,7 +141,7 @@ def assign(
     held = _holdings(producers)
     search = _Search([0] * len(producers), [{} for _ in consumers])
     for pattern in _patterns(consumers, wanted, held):
-        _share_out(pattern, search)
+        _assign_pattern(pattern, search)
     # One part of a pattern adds many lacks at once.
     del search.lacks[MAX_LACKS:]
     sources = tuple(
@@ -174,7 +174,7 @@ def _patterns(
     wanted: Mapping[Name, Sequence[Holding]],
     held: Mapping[Name, Sequence[Holding]],
 ) -> list[_Pattern]:
-    """The patterns, in the order in which they are shared out."""
+    """The patterns, in the order in which they are assigned."""
     cell_bytes = {
         tensor.name: tensor.cell_bytes
         for worker in consumers
@@ -195,8 +195,8 @@ def _patterns(
         )
         for names in names_by_shards.values()
     ]
-    # What has the fewest holders is shared out first, and the rest follows it: replicas that were
-    # given out in turn, whatever else a worker read, took up to 1.9 times the routes.
+    # What has the fewest holders is assigned first, and the rest follows it: replicas that were given out in turn,
+    # whatever else a worker read, took up to 1.9 times the routes.
     patterns.sort(key=_mean_holders)
     return patterns
 
@@ -228,9 +228,9 @@ def _holdings(workers: Iterable[WorkerDescription]) -> dict[Name, list[Holding]]
     return holdings
 
 
-def _share_out(pattern: _Pattern, search: _Search) -> None:
+def _assign_pattern(pattern: _Pattern, search: _Search) -> None:
     """Assign the sources of one pattern."""
-    if search.has_lacks_enough():
+    if search.has_enough_lacks():
         return
     shares = _complete_shares(pattern.holds)
     # Not head by head: a convolution's heads are its channels, and there are thousands.
@@ -245,13 +245,13 @@ def _share_out(pattern: _Pattern, search: _Search) -> None:
             if holding.has(segment):
                 holders.setdefault(holding.share, []).append(holding.worker)
         for share in shares:
-            if search.has_lacks_enough():
+            if search.has_enough_lacks():
                 return
             search.count(len(readers))
             meeting = [
                 reader.worker for reader in readers if shares_meet(reader.share, share)
             ]
-            _share_out_part(
+            _assign_segment(
                 pattern, segment, share, meeting, holders.get(share, ()), search
             )
         if not shares:
@@ -269,7 +269,7 @@ def _segments(pattern: _Pattern) -> list[Range]:
     return [Range(start, stop) for start, stop in itertools.pairwise(sorted(edges))]
 
 
-def _share_out_part(
+def _assign_segment(
     pattern: _Pattern,
     segment: Range,
     share: Interleave,
@@ -404,7 +404,7 @@ def _complete_shares(holds: Sequence[Holding]) -> list[Interleave]:
     ]
 
 
-def _add(reads: list[ReadSource], names: Sequence[Name], segment: Range) -> None:
+def _add(reads: list[AssignedRead], names: Sequence[Name], segment: Range) -> None:
     """Add a segment for every name of a pattern, joined to the previous one if they are adjacent."""
     last = reads[-len(names) :]
     is_same_pattern = [read.name for read in last] == list(names)
@@ -413,7 +413,7 @@ def _add(reads: list[ReadSource], names: Sequence[Name], segment: Range) -> None
             read._replace(heads=Range(read.heads.start, segment.stop)) for read in last
         ]
     else:
-        reads += [ReadSource(name, segment) for name in names]
+        reads += [AssignedRead(name, segment) for name in names]
 
 
 def _release_rest(

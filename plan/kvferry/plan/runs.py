@@ -112,7 +112,8 @@ def grid(shape: Sequence[int]) -> np.ndarray:
 
 
 class TensorSlice(NamedTuple):
-    """One slice before merging: two tensors, the global heads, and how the tokens correspond.
+    """One *part* of a route, a `Slice` of the plan once it is placed: two tensors, the global heads, and how the tokens
+    correspond.
 
     Parts with the same correspondence share one token map object: shapes are compared by its identity.
     """
