@@ -195,7 +195,7 @@ def test_a_chain_that_grows_shares_what_its_prompt_does(
         prompt, chain, num_tokens
     )
     whole = digest_chain(prompt, grown.num_tokens)
-    assert grown.whole(grown.num_tokens).hex() == "".join(whole)
+    assert grown.encoded(grown.num_tokens).hex() == "".join(whole)
 
 
 def model_of_shared_tokens(local: Prompt, remote: Prompt) -> int:

@@ -16,7 +16,7 @@ from kvferry.worker.loads import runner as load_runner
 from kvferry.worker.loads.load import Load, LoadContext
 from kvferry.worker.loads.results import ResultBox
 from kvferry.worker.loads.runner import LoadRunner
-from kvferry.worker.loads.slot_watch import Steps
+from kvferry.worker.loads.slot_watch import LoadSteps
 from kvferry.worker.loads.state import LoadEvent, LoadState
 from tests.promises import promise
 from tests.worker.stub_loads import StubLoad
@@ -46,7 +46,7 @@ def runner(
     context = cast("LoadContext", SimpleNamespace(reader=reader, slot_reads=None))
     made = LoadRunner(context, box, timeout_s=60.0, max_loads=8)
 
-    def steps(name: str) -> Steps:
+    def steps(name: str) -> LoadSteps:
         while True:
             resumed[name] += 1
             yield None
@@ -88,7 +88,7 @@ def test_loads_with_an_internal_error_fill_the_log_with_no_tracebacks(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail() -> Steps:
+    def fail() -> LoadSteps:
         yield None
         raise KeyError("a bug")
 
@@ -111,7 +111,7 @@ def test_a_round_takes_the_time_of_all_its_stretches_and_not_what_lies_between_t
 ) -> None:
     now_s = 1000.0
 
-    def slow() -> Steps:
+    def slow() -> LoadSteps:
         nonlocal now_s
         while True:
             now_s += 0.25

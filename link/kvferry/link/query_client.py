@@ -235,7 +235,7 @@ class QueryClient:
         self._growing.discard(search.number)
         query = PrefixQuery(
             number=search.number,
-            chain=chain.whole(search.most_tokens),
+            chain=chain.encoded(search.most_tokens),
             min_tokens=search.min_tokens,
         )
         opened = _OpenQuery(query, None)

@@ -143,8 +143,9 @@ class GrowingChain:
             raise ValueError(f"{num_tokens} tokens have no digest")
         return self._whole[whole - 1]
 
-    def whole(self, num_tokens: int) -> bytes:
-        """The digests of the whole chunks within the first `num_tokens` tokens, as bytes; they are made already."""
+    def encoded(self, num_tokens: int) -> bytes:
+        """The digests of the whole chunks within the first `num_tokens` tokens as a query has them: `grow` has made
+        them."""
         return bytes.fromhex("".join(self._whole[: num_tokens // CHUNK_TOKENS]))
 
     def shared_tokens(self, chain: Sequence[str], num_tokens: int) -> int:

@@ -73,7 +73,7 @@ from kvferry.worker.fabric.reads import (
 )
 from kvferry.worker.loads.mapped_reads import MappedReads
 from kvferry.worker.loads.results import LoadRecord, LoadStory, Stage
-from kvferry.worker.loads.slot_watch import Steps, Wait
+from kvferry.worker.loads.slot_watch import LoadSteps, Wait
 from kvferry.worker.loads.state import Deadline, LoadFailed, LoadState, Progress
 from kvferry.worker.peers.peer import Peer, PeerKey
 from kvferry.worker.peers.registry import PeerRegistry, Unavailable
@@ -132,7 +132,7 @@ class LeaseFence:
     opens_until_s: float
     read_s: float = -math.inf
 
-    def wait_until_ready(self, peer: Peer) -> Steps:
+    def wait_until_ready(self, peer: Peer) -> LoadSteps:
         """The fence before the data: wait until the slot is READY on every producer worker.
 
         Raises:
@@ -158,7 +158,7 @@ class LeaseFence:
                 )
             words = yield from self.wait_for_change(peer, words, self.opens_until_s)
 
-    def check_after(self, peer: Peer) -> Steps:
+    def check_after(self, peer: Peer) -> LoadSteps:
         """The fence after the data: only READY on every producer worker is good.
 
         Raises:
@@ -281,7 +281,7 @@ class DataReads:
         has_no_copies = self.mapped is None or self.mapped.settle()
         return has_no_waves and has_no_copies
 
-    def steps(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
+    def steps(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> LoadSteps:
         """Read these units; ends when every byte is in place.
 
         Raises:
@@ -328,7 +328,9 @@ class DataReads:
             self.record.planned_descriptors += len(wanted.local)
         return transfers
 
-    def _read_staged(self, peer: Peer, units: Mapping[TokenMap, UnitPairs]) -> Steps:
+    def _read_staged(
+        self, peer: Peer, units: Mapping[TokenMap, UnitPairs]
+    ) -> LoadSteps:
         """Read the sources that the plan stages, wave by wave."""
         staging = self.context.staging
         if staging is None:
@@ -464,7 +466,7 @@ class Load:
     reading: Reading = field(init=False)
     zeroed: DeviceMark | None = None
     undelivered: int = 0
-    resumed_steps: Steps = field(init=False)
+    resumed_steps: LoadSteps = field(init=False)
     _progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -556,7 +558,7 @@ class Load:
             self.lease_reads.queue_moves,
         )
 
-    def steps(self) -> Steps:
+    def steps(self) -> LoadSteps:
         """The steps of the load, from connecting to the last byte.
 
         Raises:

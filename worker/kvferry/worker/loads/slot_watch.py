@@ -97,7 +97,7 @@ class Wait:
         return self.complete - complete_before
 
 
-Steps = Generator[Wait | None, None, None]
+LoadSteps = Generator[Wait | None, None, None]
 """The steps of a load: None where it wants to be resumed soon, a `Wait` where it is parked until that is over."""
 
 
