@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.vllm.core import EngineLoop
 from kvferry.scheduler.requests import RemotePromptState
 from tests.engine_core.test_both_legs import (
     PROMPT,
@@ -14,6 +15,7 @@ from tests.engine_core.test_both_legs import (
     ids,
     leg_params,
 )
+from tests.harness.core.loop import engine_core
 from tests.harness.core.node import Node, ferry_of, until
 from tests.harness.core.scheduler import tokens
 
@@ -151,6 +153,38 @@ def test_a_request_that_fails_with_its_prefill_is_held_by_both_children(
         lambda: consumer.engine.is_whole and producer.engine.is_whole,
     )
     assert not side.queries.unreported
+
+
+def test_the_loop_does_not_wait_for_an_answer_while_the_other_child_saves(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That child needs steps, and blocks are held until it has reported."""
+    producer = make("kv_producer")
+    consumer, child = beside(make)
+    waits: list[float] = []
+
+    def wait(_: EngineLoop, timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        return False
+
+    monkeypatch.setattr(EngineLoop, "wait", wait)
+    with engine_core(consumer.engine.scheduler):
+        consumer.decode("ended", tokens(40), None)
+        prefill, decode = ids("x")
+        producer.engine.add(prefill, PROMPT, REMOTE_DECODE, max_tokens=1)
+        consumer.engine.add(decode, PROMPT, leg_params(producer, "x"), max_tokens=4)
+        for _ in range(3):
+            consumer.step()
+        assert not waits
+        child.saved.add("ended")
+        until((consumer,), lambda: not consumer.engine.used_blocks)
+        consumer.step()
+        assert waits
+    child.saved.add(decode)
+    until(
+        (producer, consumer),
+        lambda: consumer.engine.is_whole and producer.engine.is_whole,
+    )
 
 
 def test_answers_are_right_beside_it(make: Any) -> None:

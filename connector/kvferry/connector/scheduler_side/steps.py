@@ -251,7 +251,7 @@ class Steps:
         """
         if self._reason_of_leases() is not None or self._expects_reports:
             return False
-        return self._wait(num_requests)
+        return self._wait(num_requests, num_requests)
 
     def wait_for_loads(self, num_requests: int) -> None:
         """Wait for news if all requests wait for loads or answers, and the workers notify of ended loads.
@@ -268,13 +268,18 @@ class Steps:
             return
         num_loading = self._loads.loading
         if num_loading and self.load_listener.has_no_news:
-            self._wait(num_requests - num_loading)
+            self._wait(num_requests, num_requests - num_loading)
         # After the wait: what was notified until here is in this step's report.
         self.load_listener.begin_step()
 
-    def _wait(self, num_others: int) -> bool:
+    def _wait(self, num_requests: int, num_others: int) -> bool:
         """Wait if all of the other requests wait for answers. Returns whether there may be answers to take."""
         if not self.may_wait or num_others > self._queries.num_waiting:
+            return False
+        # Another child of a MultiConnector may hold the blocks of requests that have ended: it saves them, and reports
+        # that, in steps. Aborted loads are held as well, and their workers notify.
+        num_aborted = self._loads.in_flight - self._loads.loading
+        if self.loop.num_requests > num_requests + num_aborted:
             return False
         now_s = time.monotonic()
         if self._wait_until_s is None:

@@ -80,6 +80,15 @@ class EngineLoop:
             return False
         return bool(self._try(lambda core: core.is_scheduler_paused()))
 
+    @property
+    def num_requests(self) -> int:
+        """The requests of vLLM's scheduler; 0 if it does not tell. Among them are those that have ended, as long as a
+        connector holds their blocks."""
+        # The attribute by which vLLM's loop goes on for them (`Scheduler.has_finished_requests`).
+        return int(
+            self._try(lambda core: len(getattr(core.scheduler, "requests", ()))) or 0
+        )
+
     def _notify(self, core: Any) -> None:
         # Under the queue's lock: `_wait` has either not looked at the queue yet, and finds the message, or waits.
         with core.input_queue.not_empty:
