@@ -56,14 +56,14 @@ class Workers:
         over = frozenset(self.read)
         self.read = set()
         news = FerryWorkerMetadata(
-            alive={} if alive == self._reported_alive else {0: alive},
+            still_written={} if alive == self._reported_alive else {0: alive},
             sent={0: over} if over or step.metadata.wants_report else {},
         )
         self._reported_alive = alive
         return KVConnectorOutput(
             finished_recving={*loaded, *failed} or None,
             failed_recving=failed,
-            kv_connector_worker_meta=news if news.alive or news.sent else None,
+            kv_connector_worker_meta=news if news.still_written or news.sent else None,
         )
 
 

@@ -51,7 +51,7 @@ def fail(
     loaded: frozenset[str] = frozenset(),
 ) -> None:
     """A step in which these loads end; the blocks of those that are `alive` are pinned."""
-    worker_meta = FerryWorkerMetadata(alive={0: frozenset(alive)})
+    worker_meta = FerryWorkerMetadata(still_written={0: frozenset(alive)})
     report = KVConnectorOutput(
         finished_recving=failed | loaded,
         failed_recving=failed,
@@ -62,7 +62,7 @@ def fail(
 
 def unpin(engine: SchedulerEngine) -> None:
     report = KVConnectorOutput(
-        kv_connector_worker_meta=FerryWorkerMetadata(alive={0: frozenset()})
+        kv_connector_worker_meta=FerryWorkerMetadata(still_written={0: frozenset()})
     )
     engine.step(worker=report)
 

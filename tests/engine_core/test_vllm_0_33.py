@@ -126,14 +126,16 @@ def test_a_load_whose_end_was_reported_in_a_failed_step_is_used_after_the_next(
 def test_two_reports_of_a_worker_are_one_with_the_news_of_both() -> None:
     earlier, later = (
         FerryWorkerMetadata(
-            alive={0: frozenset({name}), worker: frozenset()},
+            still_written={0: frozenset({name}), worker: frozenset()},
             sent={0: frozenset({name}), worker: frozenset()},
         )
         for name, worker in (("a", 1), ("b", 2))
     )
     both = earlier.aggregate(later)
     assert both.sent == {0: {"a", "b"}, 1: frozenset(), 2: frozenset()}
-    assert both.alive == {0: {"b"}, 1: frozenset(), 2: frozenset()}, "a state: the last"
+    assert both.still_written == {0: {"b"}, 1: frozenset(), 2: frozenset()}, (
+        "a state: the last"
+    )
 
 
 # Loads that are ordered later than their blocks are allocated.

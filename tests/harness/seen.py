@@ -62,8 +62,8 @@ class Seen:
         """
         over = Over()
         self.load_records += results.load_records
-        if results.alive is not None:
-            self.alive_at[index] = results.alive
+        if results.still_written is not None:
+            self.alive_at[index] = results.still_written
         self.counts.update(results.counts)
         for request_id in results.sent:
             by = self.sent_by.setdefault(request_id, set())

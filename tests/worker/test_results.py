@@ -96,19 +96,21 @@ def test_what_the_transfer_thread_says_in_time_is_passed_on_as_it_is(
     scene.now_s += LATE_S - 0.01
     failed = {"bad": FailureReason.FENCE, "alive": FailureReason.DEADLINE}
     results = scene.poll(
-        loaded={"good"}, failed=dict(failed), alive=frozenset({"alive"})
+        loaded={"good"}, failed=dict(failed), still_written=frozenset({"alive"})
     )
-    assert (results.loaded, results.failed, results.alive) == (
+    assert (results.loaded, results.failed, results.still_written) == (
         {"good"},
         failed,
         frozenset({"alive"}),
     )
     scene.now_s += 1000.0
     results = scene.poll()
-    assert (results.loaded, results.failed, results.alive) == (set(), {}, None), (
-        "nothing is reported twice"
-    )
-    assert scene.poll(alive=frozenset()).alive == frozenset()
+    assert (results.loaded, results.failed, results.still_written) == (
+        set(),
+        {},
+        None,
+    ), "nothing is reported twice"
+    assert scene.poll(still_written=frozenset()).still_written == frozenset()
 
 
 def test_a_load_without_a_report_fails_after_its_deadline_and_its_blocks_are_alive(
@@ -123,14 +125,14 @@ def test_a_load_without_a_report_fails_after_its_deadline_and_its_blocks_are_ali
     scene.now_s += 0.01
     results = scene.poll_twice()
     assert results.failed == {"stuck": FailureReason.DEADLINE}
-    assert results.alive == frozenset({"stuck"}), (
+    assert results.still_written == frozenset({"stuck"}), (
         "in the same report, or its blocks could be given away in between"
     )
     assert results.counts == {"quarantined_loads": 1}
     results = scene.poll()
-    assert (results.failed, results.alive) == ({}, None)
+    assert (results.failed, results.still_written) == ({}, None)
     scene.now_s += 1.0
-    assert scene.poll().alive == frozenset({"stuck", "later"})
+    assert scene.poll().still_written == frozenset({"stuck", "later"})
 
 
 def test_as_long_as_the_thread_turns_it_judges_progress_itself(
@@ -168,7 +170,11 @@ def test_what_the_thread_says_of_it_later_is_not_reported_again_and_frees_the_bl
         else {"failed": {"stuck": FailureReason.TRANSFER}}
     )
     results = scene.poll(**said)
-    assert (results.loaded, results.failed, results.alive) == (set(), {}, frozenset())
+    assert (results.loaded, results.failed, results.still_written) == (
+        set(),
+        {},
+        frozenset(),
+    )
 
 
 def test_what_is_in_the_threads_quarantine_by_then_stays_alive_without_a_gap(
@@ -176,9 +182,9 @@ def test_what_is_in_the_threads_quarantine_by_then_stays_alive_without_a_gap(
 ) -> None:
     scene.watchdog.ordered(["stuck"])
     scene.now_s += LATE_S
-    assert scene.poll_twice().alive == frozenset({"stuck"})
+    assert scene.poll_twice().still_written == frozenset({"stuck"})
     results = scene.poll(
-        failed={"stuck": FailureReason.DEADLINE}, alive=frozenset({"stuck"})
+        failed={"stuck": FailureReason.DEADLINE}, still_written=frozenset({"stuck"})
     )
-    assert (results.failed, results.alive) == ({}, None), "it is alive still"
-    assert scene.poll(alive=frozenset()).alive == frozenset()
+    assert (results.failed, results.still_written) == ({}, None), "it is alive still"
+    assert scene.poll(still_written=frozenset()).still_written == frozenset()

@@ -175,14 +175,14 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):
     """The workers' reports of one step, by worker. A worker without an entry has no news.
 
     Attributes:
-        alive: requests whose blocks may still be written after their load failed.
+        still_written: requests whose blocks may still be written after their load failed.
         sent: held requests whose slots have been cleared, each reported once. Not in vLLM's own `finished_sending`,
             which is only for requests that vLLM holds.
         gauges: the workers' latest values.
         loads: the worker's ended loads, where OpenTelemetry is on.
     """
 
-    alive: dict[int, frozenset[str]] = field(default_factory=dict)
+    still_written: dict[int, frozenset[str]] = field(default_factory=dict)
     sent: dict[int, frozenset[str]] = field(default_factory=dict)
     gauges: dict[int, WorkerGauges] = field(default_factory=dict)
     loads: dict[int, tuple[LoadEnded, ...]] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class FerryWorkerMetadata(KVConnectorWorkerMetadata):
         two of each worker, the failed step's first. What is a state is replaced, what is reported once is added.
         """
         if isinstance(other, FerryWorkerMetadata):
-            self.alive.update(other.alive)
+            self.still_written.update(other.still_written)
             self.gauges.update(other.gauges)
             for worker, sent in other.sent.items():
                 self.sent[worker] = self.sent.get(worker, frozenset()) | sent

@@ -382,8 +382,8 @@ class StandaloneEngine:
 
     def _apply(self, index: int, results: StepResults) -> None:
         """Apply one worker's results."""
-        if results.alive is not None:
-            self._writing[index] = results.alive
+        if results.still_written is not None:
+            self._writing[index] = results.still_written
         self._ended.sent += self.leases.acknowledge(index, results.sent)
         for request_id in results.loaded:
             self._report(index, request_id, None)

@@ -54,7 +54,7 @@ def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_rea
 
     wait_until(failed, "it is reported")
     assert results[-1].failed == {load.request_id: FailureReason.DEADLINE}
-    assert results[-1].alive == frozenset((load.request_id,)), (
+    assert results[-1].still_written == frozenset((load.request_id,)), (
         "both in one report, or the blocks could be given away in between"
     )
     assert (consumer.caches.cells(0)[list(load.blocks)] == POISON).all()
@@ -62,7 +62,7 @@ def test_a_stuck_load_is_reported_at_once_and_its_blocks_are_named_until_its_rea
     wait_until(
         lambda: consumer.fabric.calls["poll"] > polls + 3, "its read is looked after"
     )
-    assert consumer.collect()[0].alive is None, "nothing has changed"
+    assert consumer.collect()[0].still_written is None, "nothing has changed"
     assert consumer.fabric.transfers() == 1
     rig.network.thaw(producer.fabric.agent_name)
     rig.step_until(lambda: not consumer.seen.alive, "the read has ended")

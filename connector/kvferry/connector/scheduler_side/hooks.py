@@ -419,9 +419,11 @@ class EngineStep:
             output.finished_recving.discard(request_id)  # as that of an aborted load
 
     def _apply_report(self, report: FerryWorkerMetadata) -> None:
-        if report.alive:
+        if report.still_written:
             # First: vLLM frees the blocks of failed loads at once, and some may still be written.
-            self._context.loads.quarantine.update(report.alive, time.monotonic())
+            self._context.loads.quarantine.update(
+                report.still_written, time.monotonic()
+            )
         self._monitor.workers.update(report.gauges)
         if self._context.tracing is not None:
             self._context.tracing.loads_reported(report.loads)

@@ -241,12 +241,14 @@ class WorkerSide:
         if self._tracing is not None:
             ended = self._tracing.take()
         reports_leases = bool(step.sent) or self._wants_report
-        has_news = step.alive is not None or step.gauges is not None or bool(ended)
+        has_news = (
+            step.still_written is not None or step.gauges is not None or bool(ended)
+        )
         if not reports_leases and not has_news:
             return None
         metadata = FerryWorkerMetadata()
-        if step.alive is not None:
-            metadata.alive[self._index] = step.alive
+        if step.still_written is not None:
+            metadata.still_written[self._index] = step.still_written
         if reports_leases:
             metadata.sent[self._index] = frozenset(step.sent)
         if step.gauges is not None:
@@ -254,7 +256,7 @@ class WorkerSide:
         if ended:
             metadata.loads[self._index] = ended
         # Each is reported once.
-        step.alive = None
+        step.still_written = None
         step.sent = set()
         step.gauges = None
         self._wants_report = False

@@ -519,15 +519,15 @@ class QuarantinedBlocks:
         self.pool = pool
         self.num_blocks = 0
         # By worker, its latest report: not every worker reports in every step.
-        self._alive: dict[int, frozenset[str]] = {}
+        self._still_written: dict[int, frozenset[str]] = {}
         self.pinned: dict[str, PinnedBlocks] = {}
 
-    def update(self, alive: Mapping[int, frozenset[str]], now_s: float) -> None:
+    def update(self, still_written: Mapping[int, frozenset[str]], now_s: float) -> None:
         """Take the requests whose blocks may still be written, by worker, before vLLM frees blocks of the step."""
         if self.pool is None:
             return
-        self._alive.update(alive)
-        named = frozenset().union(*self._alive.values())
+        self._still_written.update(still_written)
+        named = frozenset().union(*self._still_written.values())
         for request_id in named - self.pinned.keys():
             self._pin(self.pool, request_id, now_s)
         for request_id in self.pinned.keys() - named:

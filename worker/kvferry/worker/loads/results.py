@@ -197,7 +197,7 @@ class StepResults:
         load_records: records of the loads, good and bad, that have ended.
         handshake_s: durations of the first contacts that succeeded.
         gauges: the worker's values; None when they have not changed.
-        alive: failed requests whose blocks may still be written; None when that has not changed.
+        still_written: failed requests whose blocks may still be written; None when that has not changed.
         counts: increments of the other counters, by the metrics' keys (`kvferry.connector.metrics.tables`).
     """
 
@@ -208,7 +208,7 @@ class StepResults:
     load_records: list[LoadRecord] = field(default_factory=list)
     handshake_s: list[float] = field(default_factory=list)
     gauges: WorkerGauges | None = None
-    alive: frozenset[str] | None = None
+    still_written: frozenset[str] | None = None
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -305,8 +305,8 @@ class LoadWatchdog:
     """The loads that are ordered and not reported. Used on the step thread.
 
     Each load is reported once, and in time. The transfer thread itself fails loads that are late, unless it is stuck in
-    a call of the fabric. Then the watchdog fails them, a little later, and their blocks count as alive until the
-    transfer thread reports the load.
+    a call of the fabric. Then the watchdog fails them, a little later, and their blocks count as still written until
+    the transfer thread reports the load.
 
     Args:
         timeout_s: without progress, after which a load has failed.
@@ -320,7 +320,7 @@ class LoadWatchdog:
         self.ordered_s: dict[str, float] = {}
         self._given_up: set[str] = set()
         self._cancelled: set[str] = set()
-        self._alive: frozenset[str] = frozenset()
+        self._still_written: frozenset[str] = frozenset()
         self._reported: frozenset[str] = frozenset()
         self._stuck_since_s: float | None = None
 
@@ -355,13 +355,13 @@ class LoadWatchdog:
         results.over_cancels = self._cancelled - self.ordered_s.keys()
         self._cancelled -= results.over_cancels
         # The loads that were given up are among those whose blocks may be written.
-        if results.alive is not None:
-            self._alive = results.alive
-        alive = self._alive | self._given_up
-        results.alive = None
-        if alive != self._reported:
-            results.alive = alive
-        self._reported = alive
+        if results.still_written is not None:
+            self._still_written = results.still_written
+        still_written = self._still_written | self._given_up
+        results.still_written = None
+        if still_written != self._reported:
+            results.still_written = still_written
+        self._reported = still_written
 
     def _find_stuck(self, results: StepResults, overdue_s: float) -> None:
         """The transfer thread has not turned for as long as a load may take: fail the overdue ones."""

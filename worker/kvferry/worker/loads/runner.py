@@ -488,7 +488,7 @@ class LoadRunner:
             if is_safe:
                 return
             # In the report of the failure itself: the scheduler pins the blocks before vLLM frees them.
-            results.alive = self._alive()
+            results.still_written = self._still_written()
             # Reads of aborted loads are expected to end soon, so those are not counted.
             if reason is not FailureReason.ABORTED:
                 results.counts["quarantined_loads"] += 1
@@ -540,13 +540,13 @@ class LoadRunner:
                 "%s: the blocks are out of quarantine, the oldest after %.1f s; %d loads are left in it",
                 ", ".join(f"req={load.order.request_id}" for load in shown),
                 now_s - oldest_s,
-                len(self._alive()),
+                len(self._still_written()),
             )
             with self._results as results:
-                results.alive = self._alive()
+                results.still_written = self._still_written()
         return True
 
-    def _alive(self) -> frozenset[str]:
+    def _still_written(self) -> frozenset[str]:
         """Requests whose blocks may still be written after their load failed."""
         with_data = (load for load in self._quarantined if load.has_read_data)
         return frozenset(load.order.request_id for load in with_data)
