@@ -104,7 +104,8 @@ class Handover:
         decode: of the consumer's scheduler.
         loads: of each worker of the consumer.
         prefill_steps: from the one on in which the consumer could begin to read; in order, each once.
-        shift_ns: what the times of a process need to be ones by the clock of the reference.
+        shift_ns: what the times of a process need to be ones by the clock of the reference. Phases are kept once they
+            were asked for, so `align` writes it before.
     """
 
     lease: TracedLease | None = None
