@@ -30,7 +30,7 @@ from kvferry.protocol.errors import InvalidConfig, one_of, shorten
 from kvferry.protocol.hosts import address_of
 from kvferry.protocol.params import SHORTEST_LEASE_S
 from kvferry.trace.recorder import DEFAULT_BYTES, SMALLEST_BYTES
-from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
+from kvferry.worker.fabric.ucx_settings import FAILED_READ_GRACE_S
 
 MAX_PEER_LABELS = 1024
 """Upper limit of `max_peer_labels`; the front end creates no more labels, whatever workers report."""

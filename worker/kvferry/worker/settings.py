@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvferry.link.allowed_hosts import AllowedHosts
 from kvferry.link.secrets import Secrets
 from kvferry.plan.cost import DIRECT_MIN_BYTES
-from kvferry.worker.fabric.reads import FAILED_READ_GRACE_S
+from kvferry.worker.fabric.ucx_settings import FAILED_READ_GRACE_S
 
 
 class MappedReadsOption(enum.Enum):

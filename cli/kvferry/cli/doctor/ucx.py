@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from kvferry.cli.doctor.devices import Machine
 from kvferry.cli.doctor.findings import Finding, broken, look, ok
 from kvferry.worker.fabric.ucx_settings import (
+    FAILED_READ_GRACE_S,
     GPU_READS,
     NO,
     YES,
@@ -23,8 +24,6 @@ _MESSAGES = re.compile(r"all|ib|tcp|srd|(rc|dc|ud)(_v|_x|_verbs|_mlx5)?")
 _SHARED_MEMORY = re.compile(r"sm|shm|mm|posix|sysv|xpmem")
 _CUDA = re.compile(r"all|cuda|cuda_copy|cuda_ipc|gdr_copy")
 _LOUD = ("debug", "trace", "req", "data", "async", "func", "poll")
-# The default of failed_read_grace_s.
-_GRACE_S = 60.0
 # With UCX's own 20 s a core was seen to spin after 85 minutes (worker/fabric/ucx_settings.py).
 _SHORT_S = 60.0
 # By the InfiniBand specification a NIC may take four times its timeout.
@@ -161,10 +160,10 @@ def _retries(environ: Mapping[str, str]) -> Iterator[Finding]:
     if timeout_s is None or not retries.isdecimal():
         return
     longest_s = timeout_s * int(retries) * _HARDWARE_FACTOR
-    if longest_s >= _GRACE_S:
+    if longest_s >= FAILED_READ_GRACE_S:
         found = f"UCX_RC_TIMEOUT × UCX_RC_RETRY_COUNT lets a failed read write for {longest_s:.0f} s"
         yield look(
-            f"{found}, longer than failed_read_grace_s (60)",
+            f"{found}, longer than failed_read_grace_s ({FAILED_READ_GRACE_S:g})",
             f"unset both, or set failed_read_grace_s above {longest_s:.0f}",
         )
 

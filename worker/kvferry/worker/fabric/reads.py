@@ -53,16 +53,7 @@ from kvferry.worker.fabric.port import (
     TransferState,
     TransferTelemetry,
 )
-
-# The posted parts of a failed transfer have been cancelled, but NIXL cannot report whether in time.
-# Bytes under way are written as soon as the network delivers them, or never, once the connection
-# gives up. With UCX's defaults a queue pair gives up after 7 retries of 1 s (`UCX_RC_RETRY_COUNT`,
-# `UCX_RC_TIMEOUT`), which hardware may stretch four times: about half a minute. The grace is twice
-# that. It is a bound for networks, not for stopped peers: one that was stopped while it served a
-# read by messages (TCP) may answer whenever it continues. So far only lost peers have been seen to
-# fail reads over UCX; the grace covers cases that have not been seen.
-FAILED_READ_GRACE_S = 60.0
-"""How long memory stays out of use after a read into it has failed."""
+from kvferry.worker.fabric.ucx_settings import FAILED_READ_GRACE_S
 
 GIL_RELEASED_FROM_S = 50e-6
 """A post that takes this long has copied, or waited, without the interpreter's lock: other threads could take it."""

@@ -1,4 +1,5 @@
-"""The UCX settings that kvferry sets in the environment where it leaves them open.
+"""The UCX settings that kvferry sets in the environment where it leaves them open, and the grace that follows from
+UCX's own.
 
 UCX reads its environment when an agent is made, so `apply_ucx_defaults` runs before that. What the operator has set
 always stays. What `UCX_TLS` excludes is left alone: UCX warns of settings that nothing uses.
@@ -27,6 +28,16 @@ NO = frozenset({"n", "no", "off", "0"})
 
 YES = frozenset({"y", "yes", "on", "1"})
 """The words by which UCX switches a setting on."""
+
+# The posted parts of a failed transfer have been cancelled, but NIXL cannot report whether in time.
+# Bytes under way are written as soon as the network delivers them, or never, once the connection
+# gives up. With UCX's defaults a queue pair gives up after 7 retries of 1 s (`UCX_RC_RETRY_COUNT`,
+# `UCX_RC_TIMEOUT`), which hardware may stretch four times: about half a minute. The grace is twice
+# that. It is a bound for networks, not for stopped peers: one that was stopped while it served a
+# read by messages (TCP) may answer whenever it continues. So far only lost peers have been seen to
+# fail reads over UCX; the grace covers cases that have not been seen.
+FAILED_READ_GRACE_S = 60.0
+"""How long memory stays out of use after a read into it has failed."""
 
 GPU_READS = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 """The setting that lets UCX read over CUDA IPC."""
