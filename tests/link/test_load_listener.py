@@ -6,10 +6,11 @@ import select
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
+from unittest import mock
 
 import pytest
 
-from kvferry.link.load_listener import LoadListener
+from kvferry.link.load_listener import INDEX_BYTES, LoadListener
 from kvferry.worker.loads.results import LoadNotifier
 
 BOOT = uuid.uuid4().hex
@@ -50,6 +51,18 @@ def test_a_notification_wakes_and_all_workers_are_heard_when_each_has_notified(
         assert listener.hears_all_workers is proven
         listener.begin_step()
     assert len(wakes) == 3
+
+
+def test_a_sender_without_end_does_not_hold_the_thread_that_receives(
+    listener: LoadListener, wakes: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = iter([bytes(INDEX_BYTES)] * 100_000)
+    monkeypatch.setattr(
+        listener, "_socket", mock.Mock(recv=lambda _: next(endless), close=str)
+    )
+    listener.receive()
+    assert len(wakes) == 1
+    assert len(list(endless)) > 90_000
 
 
 def test_there_is_no_news_again_when_the_steps_that_overlap_have_begun() -> None:

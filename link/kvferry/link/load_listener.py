@@ -16,6 +16,8 @@ import logging
 import socket
 from collections.abc import Callable
 
+from kvferry.link import limits
+
 logger = logging.getLogger(__name__)
 
 INDEX_BYTES = 4
@@ -86,9 +88,10 @@ class LoadListener:
             self._unreported_steps = max(0, self._unreported_steps - 1)
 
     def receive(self) -> None:
-        """Receive all notifications that have arrived."""
+        """Receive the notifications that have arrived, or the first of very many: the others are received next."""
+        # Any program of this host that knows the boot can send them, without end.
         with contextlib.suppress(BlockingIOError):
-            while True:
+            for _ in range(limits.MESSAGES_AT_ONCE):
                 # One byte more than an index has, so that a longer datagram is not taken for one.
                 datagram = self._socket.recv(INDEX_BYTES + 1)
                 if not datagram:
