@@ -286,7 +286,6 @@ class FerryWorker:
         if now is None or not self.registration.is_registered:
             return
         self.registration.apply(MemoryEvent.WITHDRAW)
-        self._step_marks = False
         # Here, not on the transfer thread, which may be stuck in a call: no consumer may read from now on.
         ended = self._memory.table.end_all()
         with self._results as results:
