@@ -98,6 +98,17 @@ def test_a_prefix_that_another_engine_has_is_loaded_from_it(
     assert answerer.engine.counted("prefixes_released", "done") == 1
 
 
+def test_pages_that_have_gone_lend_no_prefix_whatever_vllms_cache_says(
+    make: Any,
+) -> None:
+    answerer = make("kv_both", **LONG)
+    asker = make("kv_both", **LONG, **ASKS)
+    compute(answerer, "before", PREFIX, 2)
+    side_of(answerer).withdrawn()
+    assert ask(asker, answerer) == len(PROMPT)
+    assert asker.engine.counted("prefixes_not_pulled", "no_prefix") == 1
+
+
 @pytest.mark.parametrize("states", [0, 1], ids=["attention", "with states"])
 @pytest.mark.parametrize(("theirs", "ours"), [(16, 32), (32, 16), (16, 128)])
 def test_blocks_need_not_be_equal(
