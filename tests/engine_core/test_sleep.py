@@ -86,6 +86,14 @@ class Sleeper:
         return computed
 
 
+class InOrder(list[Any]):
+    """What is guarded, the first one first."""
+
+    def discard(self, memory: object) -> None:
+        if memory in self:
+            self.remove(memory)
+
+
 @pytest.fixture
 def sleeper(make: Any, monkeypatch: pytest.MonkeyPatch) -> Sleeper:
     return Sleeper(make, monkeypatch, "kv_producer")
@@ -279,7 +287,7 @@ def test_of_two_engines_in_a_process_the_first_stays_withdrawn_if_the_second_ref
     (second,) = sleeper.consumer.ferry_workers
     nodes = (sleeper.producer, sleeper.consumer)
     sides = [ferry_of(worker).worker_side for node in nodes for worker in node.workers]
-    monkeypatch.setattr(sleep, "guarded", sides)
+    monkeypatch.setattr(sleep, "guarded", InOrder(sides))
     drain = FerryWorker.drain
 
     def drain_the_first(worker: FerryWorker) -> None:
@@ -301,6 +309,22 @@ def test_of_two_engines_in_a_process_the_first_stays_withdrawn_if_the_second_ref
     assert sleeper.core.wake_up()
     assert sleeper.hand_over() == 1
     assert [each.registration.generation for each in (first, second)] == [1, 1]
+
+
+@promise(2)
+def test_an_engine_that_has_ended_is_not_registered_again_when_another_of_its_process_wakes(
+    sleeper: Sleeper,
+) -> None:
+    """Its caches may be another's memory by then."""
+    assert sleeper.hand_over() == 1
+    (ended,) = sleeper.consumer.ferry_workers
+    for each in sleeper.consumer.workers:
+        sleep.guarded.add(ferry_of(each).worker_side)
+        ferry_of(each).shutdown()
+    level(1)(sleeper.core)
+    assert sleeper.taken
+    assert ended.registration.generation == 0
+    assert ended.snapshot(1.0) is None, "it has no thread"
 
 
 def test_peers_are_answered_again_after_a_sleep_that_was_refused(

@@ -90,6 +90,12 @@ def guard_sleep(memory: GuardedCaches) -> None:
     _guard_backends()
 
 
+def unguard_sleep(memory: GuardedCaches) -> None:
+    """The worker has ended: its caches may be another engine's memory by now. No-op for one that is not guarded."""
+    # Not left to the weak references: whoever still has one of its objects would have it registered again.
+    guarded.discard(memory)
+
+
 def follow_sleep(engine_id: str, follower: SleepFollower) -> None:
     """Tell the scheduler side when its engine falls asleep, and, unless vLLM does, when it has woken.
 

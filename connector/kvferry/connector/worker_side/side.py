@@ -36,6 +36,7 @@ from kvferry.connector.messages import (
 )
 from kvferry.connector.metrics.stats import FerryStats, PeerLabels
 from kvferry.connector.tracing.worker_events import WorkerTracing, worker_tracing
+from kvferry.connector.vllm.sleep import unguard_sleep
 from kvferry.link.allowed_hosts import allowed_hosts_of
 from kvferry.link.secrets import secrets_from_environment
 from kvferry.protocol.geometry import Place
@@ -264,6 +265,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Stop the thread and release the memory. Idempotent."""
+        unguard_sleep(self)
         if self.worker is not None:
             self.worker.close()
         if self._tracing is not None:
