@@ -1,6 +1,6 @@
 """The side channel between one consumer and 1, 64 and 256 producers: first contacts, renewals and queries.
 
-    python -m bench.link            # about a minute
+    python -m bench.link
     python -m bench.link --quick    # a few seconds
 
 All producers' listeners live in a child process, each at an address of 127.0.0.0/8 of its own; what is measured is in

@@ -1,6 +1,6 @@
 """Plans, tables of descriptors and index arrays of one consumer worker.
 
-    python -m bench.plan            # 100,000 blocks; writes results/plan.json; a minute
+    python -m bench.plan            # 100,000 blocks; writes results/plan.json
     python -m bench.plan --quick    # 1,000 blocks, seconds
 
 One consumer worker of a Llama of 80 layers, tensor parallel 8 to 4 and 4 to 8, heads or tokens outermost in a block.

@@ -1,6 +1,6 @@
 """Real vLLM engines behind vllm-router: kvferry in both ways, vLLM's NixlConnector and a single engine, in turn.
 
-    python -m bench.serve                          # about 20 minutes on two cores, 16 GB
+    python -m bench.serve
     python -m bench.serve --quick                  # 5 minutes, for orientation
     python -m bench.serve --quick kvferry single   # these setups only
     python -m bench.serve --device cuda            # on one GPU or two; not run on any yet

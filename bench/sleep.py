@@ -1,6 +1,6 @@
 """Engines put to sleep under load: wrong answers, what is left, and how long falling asleep and waking take.
 
-    python -m bench.sleep                 # 2,400 sleeps, some minutes; writes results/sleep.json
+    python -m bench.sleep                 # 2,400 sleeps; writes results/sleep.json
     python -m bench.sleep --quick         # 120
 
 Each scene is a process of its own (`bench/sleep_soak.py`), whose transport UCX chooses, or is told. It exits with 1

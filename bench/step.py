@@ -1,6 +1,6 @@
 """Time that kvferry adds to the engine's step thread, which must not grow with leases, loads or blocks.
 
-    python -m bench.step            # 10 minutes
+    python -m bench.step
     python -m bench.step --quick    # 50 seconds, for orientation
 
 vLLM's real scheduler drives real connectors at both ends; the model is left out. Every step hands one request over:
