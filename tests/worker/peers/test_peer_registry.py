@@ -103,6 +103,26 @@ def test_a_lost_peer_that_was_reconnected_is_not_lost_again(scene: Scene) -> Non
     assert scene.registry.get(KEY, 100.0) is present
 
 
+def test_while_it_is_paused_nobody_is_connected(scene: Scene) -> None:
+    assert scene.registry.get(KEY, 0.0) is None
+    scene.registry.pause()
+    scene.registry.step(0.0, ())
+    assert not scene.fabric.peers, "though its description has come"
+    scene.registry.resume()
+    assert isinstance(scene.connect(0.0), Peer)
+
+
+def test_a_first_read_that_is_given_up_may_end_while_it_is_paused(scene: Scene) -> None:
+    scene.network.freeze("producer")
+    assert scene.connect(0.0) is None
+    scene.registry.pause()
+    assert scene.registry.first_reads.all()
+    scene.network.thaw("producer")
+    scene.registry.step(1.0, ())
+    assert not scene.registry.first_reads.all()
+    assert scene.nothing_is_left()
+
+
 def test_the_time_of_a_first_contact_that_a_refused_sleep_has_dropped_begins_anew(
     scene: Scene,
 ) -> None:
