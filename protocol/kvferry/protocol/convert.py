@@ -21,7 +21,8 @@ _MISSING_FIELD = re.compile(r"Object missing required field `([^`]+)`")
 _UNKNOWN_VALUE = re.compile(r"\AInvalid (?:enum )?value ")
 _KEY_OF_PATH = re.compile(r"[^.\[\]]+")
 
-_OBJECTS = (dict, Mapping)  # `dict` first: a check against an abstract class is slow
+OBJECTS = (dict, Mapping)
+"""What a JSON object becomes. `dict` first: a check against an abstract class is slow."""
 
 # What an error names where no field can be named.
 _WHOLE = "message"
@@ -54,7 +55,7 @@ def as_nested(value: object, type_: type[S], error: type[InputError], where: str
     Raises:
         error: naming the path of the first field that does not fit, its value, and what was expected.
     """
-    if not isinstance(value, _OBJECTS):
+    if not isinstance(value, OBJECTS):
         raise error(where, value, "an object")
     plain = {key: value[key] for key in type_.__struct_fields__ if key in value}
     for key, found in plain.items():

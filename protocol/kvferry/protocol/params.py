@@ -75,7 +75,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvferry.protocol.convert import as_nested, as_type, decode
+from kvferry.protocol.convert import OBJECTS, as_nested, as_type, decode
 from kvferry.protocol.digests import CHUNK_TOKENS
 from kvferry.protocol.errors import MISSING, ForeignParams, InvalidParams
 from kvferry.protocol.ids import (
@@ -343,7 +343,6 @@ _LARGEST_FLOAT_INTEGER = 2**53
 _DECODER = "remote_decoder"
 _PREFILLER = "remote_prefiller"
 
-_OBJECTS = (dict, Mapping)  # `dict` first: a check against an abstract class is slow
 _LISTS = (list, tuple)
 
 _PARAMS_FIELDS = frozenset(RemotePrefill.__struct_fields__)
@@ -394,7 +393,7 @@ def read_params(
     """
     if raw is None:
         return None
-    if not isinstance(raw, _OBJECTS):
+    if not isinstance(raw, OBJECTS):
         raise InvalidParams("kv_transfer_params", raw, "an object")
     if len(raw) > MAX_KEYS:
         raise InvalidParams(
@@ -467,7 +466,7 @@ def without_transfer(raw: object) -> dict[str, Any] | None:
 
     The other keys stay: connectors beside this one, under a MultiConnector, read them.
     """
-    if not isinstance(raw, _OBJECTS) or len(raw) > MAX_KEYS:
+    if not isinstance(raw, OBJECTS) or len(raw) > MAX_KEYS:
         return None
     others = {key: value for key, value in raw.items() if key not in _TRANSFER_KEYS}
     return others or None
@@ -480,7 +479,7 @@ def read_transfer_id(raw: object) -> str | None:
         return None
     transfer_id = raw.get("transfer_id")
     decoder = raw.get(_DECODER)
-    if transfer_id is None and isinstance(decoder, _OBJECTS):
+    if transfer_id is None and isinstance(decoder, OBJECTS):
         transfer_id = decoder.get("kv_request_id")
     if isinstance(transfer_id, str) and 0 < len(transfer_id) <= _MAX_TRANSFER_ID:
         return transfer_id
@@ -542,7 +541,7 @@ def _read_remote_prefill(
         raise ForeignParams(
             "kvferry", MISSING, "the object that a kvferry producer adds"
         )
-    if not isinstance(ticket, _OBJECTS):
+    if not isinstance(ticket, OBJECTS):
         raise InvalidParams("kvferry", ticket, "an object")
     if len(ticket) > MAX_KEYS:
         raise InvalidParams(

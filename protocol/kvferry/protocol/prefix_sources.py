@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.protocol.convert import as_nested
+from kvferry.protocol.convert import OBJECTS, as_nested
 from kvferry.protocol.errors import InvalidParams
 from kvferry.protocol.hosts import address_of
 from kvferry.protocol.ids import Port, Text
@@ -42,7 +42,6 @@ _COPY = "copy"
 _ENDPOINT = "source_control_endpoint"
 _SCHEME = "tcp://"
 _MAX_ENDPOINT = 300
-_OBJECTS = (dict, Mapping)
 _LISTS = (list, tuple)
 
 
@@ -85,7 +84,7 @@ def read_hint(raw: Mapping[str, Any]) -> tuple[PrefixSource, ...]:
     hint = raw.get(HINT_KEY)
     if not hint:
         return ()
-    if not isinstance(hint, _OBJECTS):
+    if not isinstance(hint, OBJECTS):
         raise InvalidParams(HINT_KEY, hint, "an object")
     actions = hint.get("actions") or ()
     if not isinstance(actions, _LISTS):
@@ -118,7 +117,7 @@ def read_hints(
 
 
 def _field(action: object, name: str) -> object:
-    if isinstance(action, _OBJECTS):
+    if isinstance(action, OBJECTS):
         return action.get(name)
     return getattr(action, name, None)
 
@@ -134,7 +133,7 @@ def _hinted(actions: Iterable[object], all_actions: str) -> Iterator[PrefixSourc
             continue
         where = f"{all_actions}[{index}].payload"
         payload = _field(action, "payload")
-        if not isinstance(payload, _OBJECTS):
+        if not isinstance(payload, OBJECTS):
             raise InvalidParams(where, payload, "an object")
         mode = payload.get("mode") or _COPY
         if mode != _COPY:
@@ -157,6 +156,6 @@ def _of_endpoint(endpoint: object, where: str) -> PrefixSource:
 
 
 def _source(named: object, where: str) -> PrefixSource:
-    if isinstance(named, _OBJECTS) and len(named) > MAX_KEYS:
+    if isinstance(named, OBJECTS) and len(named) > MAX_KEYS:
         raise InvalidParams(where, f"{len(named)} keys", f"at most {MAX_KEYS} keys")
     return as_nested(named, PrefixSource, InvalidParams, where)
