@@ -128,7 +128,8 @@ def test_whatever_frames_come_the_listener_answers_the_next_good_one_and_every_m
         with caplog.at_level(logging.WARNING):
             fuzz()
         assert isinstance(ask(port), EngineDescription)
-    assert counters.total("bad_frames") > 100
+    # Most of what is drawn cannot be read; how many are is drawn, too.
+    assert counters.total("bad_frames") > 40
     assert not [record for record in caplog.records if record.exc_info], (
         "something was not foreseen"
     )

@@ -35,6 +35,14 @@ ALWAYS = 10**9
 
 
 @pytest.fixture(autouse=True)
+def logs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One traceback a second is logged in a process, whichever test was the last to cause one."""
+    monkeypatch.setattr(
+        "kvferry.worker.fabric.errors.internal_errors._quiet_until_s", 0.0
+    )
+
+
+@pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "AVOID", Backoff(0.01, 0.02))
 

@@ -92,8 +92,9 @@ def test_while_nothing_comes_a_producer_looks_for_notifications_less_and_less_of
     begun_s = time.monotonic()
     time.sleep(WINDOW_S)
     looks = producer.fabric.calls["take_notifications"] - before
-    # A busy machine sleeps longer than it is told.
-    assert looks <= (time.monotonic() - begun_s) / 20e-3 + 1
+    # A busy machine sleeps longer than it is told. Each end of the window has a look that may fall on either side, and
+    # a wait for 20 ms may end up to a millisecond early.
+    assert looks <= (time.monotonic() - begun_s) / 19e-3 + 2
     load = consumer.load(offer.params)
     assert rig.until_over(consumer, load) is None
     rig.step_until(
