@@ -294,8 +294,14 @@ def _axes_of_runs(
         Unplaceable: the places do not have an axis.
     """
     axes: list[RunAxis] = []
+    left = list(of_places)
     for steps, _, stride in of_source:
-        axes += _equal_axes(steps, stride, of_places)
+        equal = _equal_axes(steps, stride, left)
+        # Each once: where a producer's cells overlap, two axes may be alike on its side. One taken for both left the
+        # runs' chunks, and the blocks of the request.
+        for axis in equal:
+            left.remove(axis)
+        axes += equal
     return axes
 
 
@@ -309,7 +315,7 @@ def _equal_axes(steps: int, stride: int, of_places: Sequence[RunAxis]) -> list[R
     for inner in of_places:
         for outer in of_places:
             continues = outer.remote_stride == stride * inner.steps
-            if inner.remote_stride != stride or not continues:
+            if outer is inner or inner.remote_stride != stride or not continues:
                 continue
             if outer.steps * inner.steps == steps:
                 return [outer, inner]
