@@ -49,7 +49,8 @@ def test_every_request_has_all_of_its_events_and_no_other(
     wanted = {}
     for number in range(requests):
         producer, consumer = draw.choice(there), draw.choice(here)
-        request, decode = f"r{next(names[producer])}", f"r{next(names[consumer])}"
+        request = f"r{next(names[producer])}"
+        decode = f"r{next(names[consumer])}"
         lease = simulation.handover(
             producer,
             consumer,

@@ -273,7 +273,15 @@ class Steps:
         self.load_listener.begin_step()
 
     def _wait(self, num_requests: int, num_others: int) -> bool:
-        """Wait if all of the other requests wait for answers. Returns whether there may be answers to take."""
+        """Wait if all of the other requests wait for answers.
+
+        Args:
+            num_requests: that have not ended.
+            num_others: those of them that are not loading.
+
+        Returns:
+            Whether there may be answers to take.
+        """
         if not self.may_wait or num_others > self._queries.num_waiting:
             return False
         # Another child of a MultiConnector may hold the blocks of requests that have ended: it saves them, and reports
